@@ -1,0 +1,38 @@
+// Schemas of every operator and the module that makes Python load them. Kernels register their
+// implementations beside their code (TORCH_LIBRARY_IMPL).
+#include <Python.h>
+#include <torch/library.h>
+#include <torch/version.h>
+
+#include <string>
+
+namespace {
+
+// The torch whose headers this was compiled against; the stamp of the install must agree.
+std::string build_info() { return TORCH_VERSION; }
+
+PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&module_definition); }
+
+TORCH_LIBRARY(megatron_nvfp4, m) {
+  m.def("build_info() -> str", &build_info);
+  // Instruction set of the CPU kernels on this machine: default, avx2 or avx512.
+  m.def("cpu_isa() -> str");
+  // Shapes and meaning: quant.quantize and quantize_grouped, whose spec the integers spell out;
+  // four_over_six is 0 (off), 1 (mae) or 2 (mse). No output is an alias of an input.
+  m.def(
+      "quantize_nvfp4(Tensor x, Tensor? amax, Tensor? offsets, int block_rows, bool per_token, "
+      "int e4m3_max, int four_over_six, bool fast_error) "
+      "-> (Tensor codes, Tensor block_scales, Tensor amax_used)");
+  // q * s_b, BF16 (M, K), exact.
+  m.def("decode_nvfp4(Tensor codes, Tensor block_scales) -> Tensor");
+  // row_scale: S_dec of every row, FP32 (M,), or (1,) for all.
+  m.def(
+      "dequantize_nvfp4(Tensor codes, Tensor block_scales, Tensor row_scale, ScalarType dtype) "
+      "-> Tensor");
+  m.def("quantize_mxfp8(Tensor x) -> (Tensor codes, Tensor block_scales)");
+  m.def("dequantize_mxfp8(Tensor codes, Tensor block_scales, ScalarType dtype) -> Tensor");
+}

@@ -1,0 +1,34 @@
+// The CPU kernels for AVX2. The target is set here, not by a flag: see kernels_impl.h.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "kernels.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2")
+#endif
+
+namespace megatron_nvfp4 {
+namespace {
+
+constexpr int kLanes = 8;
+
+#include "transpose_avx2.h"
+
+#include "kernels_impl.h"
+
+}  // namespace
+
+const CpuKernels kAvx2Kernels = {"avx2", amax, quantize, dequantize, quantize_mxfp8, dequantize_mxfp8};
+
+}  // namespace megatron_nvfp4
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif

@@ -1,0 +1,132 @@
+"""Who computes: the backend protocol and the choice of one. No path falls back in silence.
+
+A backend answers `why_not` before anything is launched: None, or one sentence that says what is missing and
+what to do. `select` takes the first of PREFERENCE that can, or raises with every answer.
+"""
+
+import importlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_nvfp4.quant import MXFP8Tensor, QuantizedTensor
+from megatron_nvfp4.recipes import Format
+
+Operand = Tensor | QuantizedTensor | MXFP8Tensor
+OPS = ("quantize", "gemm", "grouped_gemm", "grouped_wgrad")
+# Fastest first; "reference" can do everything, slowly. "torch", the framework's own GEMMs for unquantised
+# operands, is never chosen here: a recipe that bypasses our operators asks for it by name.
+PREFERENCE = ("cuda", "te", "cpu", "reference")
+_MODULES = {name: f"megatron_nvfp4.backends.{name}" for name in PREFERENCE}
+_MODULES["torch"] = "megatron_nvfp4.backends.torch_gemm"
+
+
+_used: dict[tuple[str, str], set[str]] = {}
+
+
+class Backend(Protocol):
+    """Quantisers and GEMMs of one implementation. All GEMMs contract the last axis of both operands.
+
+    Every backend's codes, scales and amax equal the reference's bit for bit.
+    """
+
+    name: str
+    features: frozenset[str]
+
+    def why_not(
+        self,
+        op: str,
+        formats: Sequence[Format],
+        shape: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+    ) -> str | None:
+        """None if `op` (one of OPS) runs on operands of these formats, else the reason and the remedy.
+
+        shape: (M, K) of a quantiser, (M, N, K) of a GEMM; None asks in general.
+        """
+        ...
+
+    def quantize(
+        self, x: Tensor, spec: Format, *, amax: Tensor | None = None, offsets: Tensor | None = None
+    ) -> Operand:
+        """x (M, K) in format `spec`; with offsets (G+1,), every row group as if alone."""
+        ...
+
+    def gemm(
+        self, a: Operand, b: Operand, *, bias: Tensor | None = None, out_dtype: torch.dtype
+    ) -> Tensor:
+        """a (M, K) times b (N, K) transposed, plus bias (N,): (M, N) in out_dtype, rounded once."""
+        ...
+
+    def grouped_gemm(
+        self,
+        a: Operand,
+        b: Operand,
+        offsets: Tensor,
+        *,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        """Row group g of a (M, K) times b_g: b is (G*N, K), offsets (G+1,), bias (G, N); (M, N)."""
+        ...
+
+    def grouped_wgrad(
+        self,
+        a: Operand,
+        b: Operand,
+        offsets: Tensor,
+        *,
+        out: Sequence[Tensor],
+        accumulate: bool,
+    ) -> None:
+        """out[g] (N, K) = or += a[:, g] times b[:, g] transposed; a (N, M), b (K, M), offsets cut M.
+
+        An empty group writes exact zeros, or with accumulate leaves out[g] as it is.
+        """
+        ...
+
+
+def get(name: str) -> Backend:
+    """The backend called `name`; ValueError for an unknown name. It may still answer why_not to all."""
+    if name not in _MODULES:
+        raise ValueError(f"unknown backend {name!r}; use one of {', '.join(_MODULES)}")
+    return importlib.import_module(_MODULES[name]).BACKEND
+
+
+def select(
+    op: str,
+    formats: Sequence[Format],
+    *,
+    shape: Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+    backend: str = "auto",
+) -> Backend:
+    """The backend for one operation, by policy (`backend`), formats, shape and device.
+
+    backend: "auto" walks PREFERENCE; a name takes that one or none.
+    Raises RuntimeError that lists why each candidate cannot.
+    """
+    candidates = PREFERENCE if backend == "auto" else (backend,)
+    reasons = {}
+    for name in candidates:
+        candidate = get(name)
+        reason = candidate.why_not(op, formats, shape, device)
+        if reason is None:
+            _used.setdefault((op, " x ".join(map(str, formats))), set()).add(name)
+            return candidate
+        reasons[name] = reason
+    wanted = " x ".join(map(str, formats))
+    at = f" at shape {tuple(shape)}" if shape is not None else ""
+    on = f" on {device}" if device is not None else ""
+    listed = "\n".join(f"  - {name}: {reason}" for name, reason in reasons.items())
+    raise RuntimeError(f"no backend runs {op} of {wanted}{at}{on}:\n{listed}")
+
+
+def used() -> list[dict]:
+    """Every operation computed so far in this process: its operands' formats and the backends chosen."""
+    return [
+        {"op": op, "formats": formats, "backends": sorted(names)}
+        for (op, formats), names in sorted(_used.items())
+    ]

@@ -1,0 +1,153 @@
+"""The reference backend: torch on any device, slow, and the definition of the right answer.
+
+GEMMs add the exact products in FP64: decoded NVFP4 and MXFP8 values have few significant bits, so for
+practical K the sum is exact and the result does not depend on order, batch, padding or grouping. It is
+rounded once to FP32, multiplied by RN(S_dec_row * S_dec_group), biased in FP32 and rounded to the output.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_nvfp4.quant import (
+    MXFP8Tensor,
+    QuantizedTensor,
+    decode_exact,
+    decode_mxfp8,
+    quantize,
+    quantize_grouped,
+    quantize_mxfp8,
+)
+from megatron_nvfp4.recipes import BF16, FORWARD, MXFP8, Format, NVFP4Spec, format_needs
+
+from . import Operand
+
+
+class ReferenceBackend:
+    """See the module and `Backend`."""
+
+    name = "reference"
+    features = frozenset({"nvfp4", "mxfp8", "four_over_six"})
+
+    def why_not(
+        self,
+        op: str,
+        formats: Sequence[Format],
+        shape: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+    ) -> str | None:
+        missing = set().union(*(format_needs(spec) for spec in formats)) - self.features
+        if missing:
+            return f"{', '.join(sorted(missing))} is not implemented"
+        return contraction_fault(op, formats, shape)
+
+    def quantize(
+        self, x: Tensor, spec: Format, *, amax: Tensor | None = None, offsets: Tensor | None = None
+    ) -> Operand:
+        if isinstance(spec, NVFP4Spec):
+            if offsets is None:
+                return quantize(x, spec, amax)
+            return quantize_grouped(x, offsets, spec, amax)
+        if spec == MXFP8:
+            return quantize_mxfp8(x)
+        if spec in (BF16, FORWARD):
+            return x
+        raise ValueError(f"reference: cannot quantise to {spec}")
+
+    def gemm(
+        self, a: Operand, b: Operand, *, bias: Tensor | None = None, out_dtype: torch.dtype
+    ) -> Tensor:
+        offsets = torch.tensor([0, a.shape[0]], device=a.device)
+        bias = None if bias is None else bias[None]
+        return self.grouped_gemm(a, b, offsets, bias=bias, out_dtype=out_dtype)
+
+    def grouped_gemm(
+        self,
+        a: Operand,
+        b: Operand,
+        offsets: Tensor,
+        *,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        bounds = offsets.tolist()
+        num_groups = len(bounds) - 1
+        num_cols = b.shape[0] // num_groups
+        a_exact, a_scale = decode_fp64(a)
+        b_exact, b_scale = decode_fp64(b)
+        out = torch.empty(a.shape[0], num_cols, dtype=out_dtype, device=a.device)
+        for group in range(num_groups):
+            rows = slice(bounds[group], bounds[group + 1])
+            cols = slice(group * num_cols, (group + 1) * num_cols)
+            y = (a_exact[rows] @ b_exact[cols].t()).float()
+            scale = outer_product_scale(a_scale, b_scale, rows, cols)
+            if scale is not None:
+                y = y * scale
+            if bias is not None:
+                y = y + bias[group].float()
+            out[rows] = y.to(out_dtype)
+        return out
+
+    def grouped_wgrad(
+        self,
+        a: Operand,
+        b: Operand,
+        offsets: Tensor,
+        *,
+        out: Sequence[Tensor],
+        accumulate: bool,
+    ) -> None:
+        bounds = offsets.tolist()
+        a_exact, a_scale = decode_fp64(a)
+        b_exact, b_scale = decode_fp64(b)
+        for group, target in enumerate(out):
+            rows = slice(bounds[group], bounds[group + 1])
+            y = (a_exact[:, rows] @ b_exact[:, rows].t()).float()
+            scale = outer_product_scale(a_scale, b_scale, slice(None), slice(None))
+            if scale is not None:
+                y = y * scale
+            if accumulate:
+                y = y + target.float()
+            target.copy_(y)
+
+
+def contraction_fault(
+    op: str, formats: Sequence[Format], shape: Sequence[int] | None
+) -> str | None:
+    """Why these formats do not divide the contraction length shape[-1], or None."""
+    if shape is None or op == "grouped_wgrad":  # wgrad contracts tokens, which are padded
+        return None
+    for spec in formats:
+        multiple = 16 if "nvfp4" in format_needs(spec) else 32 if spec == MXFP8 else 1
+        if shape[-1] % multiple:
+            return (
+                f"K={shape[-1]} is not a multiple of {multiple}, the block of {spec}; "
+                "leave this layer in BF16"
+            )
+    return None
+
+
+def decode_fp64(operand: Operand) -> tuple[Tensor, Tensor | None]:
+    """Exact FP64 values (M, K), and the FP32 outer scale of every row or None."""
+    if isinstance(operand, QuantizedTensor):
+        return decode_exact(operand)[0].double(), operand.row_scale()
+    if isinstance(operand, MXFP8Tensor):
+        return decode_mxfp8(operand).double(), None
+    return operand.double(), None
+
+
+def outer_product_scale(
+    a_scale: Tensor | None, b_scale: Tensor | None, rows: slice, cols: slice
+) -> Tensor | None:
+    """RN(S_dec of the row * S_dec of the column), FP32, broadcastable to (M, N); None for no scale."""
+    if a_scale is None and b_scale is None:
+        return None
+    if b_scale is None:
+        return a_scale[rows, None]
+    if a_scale is None:
+        return b_scale[None, cols]
+    return a_scale[rows, None] * b_scale[None, cols]
+
+
+BACKEND = ReferenceBackend()

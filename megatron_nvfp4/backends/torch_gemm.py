@@ -1,0 +1,94 @@
+"""The framework's own GEMMs, for unquantised operands: BF16 layers and the BF16 layer bypass.
+
+Order of summation and batch invariance are the library's (cuBLAS, oneDNN), not ours.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_nvfp4.recipes import BF16, FORWARD, Format
+
+from . import Operand
+
+
+class TorchBackend:
+    """See the module and `Backend`."""
+
+    name = "torch"
+    features: frozenset[str] = frozenset()
+
+    def why_not(
+        self,
+        op: str,
+        formats: Sequence[Format],
+        shape: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+    ) -> str | None:
+        if op == "quantize" and any(spec not in (BF16, FORWARD) for spec in formats):
+            return "torch does not quantise"
+        if any(spec not in (BF16, FORWARD) for spec in formats):
+            return "torch multiplies unquantised operands only"
+        return None
+
+    def quantize(
+        self, x: Tensor, spec: Format, *, amax: Tensor | None = None, offsets: Tensor | None = None
+    ) -> Operand:
+        return x
+
+    def gemm(
+        self, a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype
+    ) -> Tensor:
+        return torch.nn.functional.linear(a, b, bias).to(out_dtype)
+
+    def grouped_gemm(
+        self,
+        a: Tensor,
+        b: Tensor,
+        offsets: Tensor,
+        *,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        num_groups = offsets.numel() - 1
+        weights = b.reshape(num_groups, -1, b.shape[1])
+        if _has_grouped_mm(a, b) and bias is None:
+            ends = offsets[1:].to(torch.int32)
+            return torch._grouped_mm(a, weights.transpose(1, 2), offs=ends).to(out_dtype)
+        out = torch.empty(a.shape[0], weights.shape[1], dtype=out_dtype, device=a.device)
+        bounds = offsets.tolist()
+        for group in range(num_groups):
+            rows = slice(bounds[group], bounds[group + 1])
+            group_bias = None if bias is None else bias[group]
+            out[rows] = torch.nn.functional.linear(a[rows], weights[group], group_bias)
+        return out
+
+    def grouped_wgrad(
+        self,
+        a: Tensor,
+        b: Tensor,
+        offsets: Tensor,
+        *,
+        out: Sequence[Tensor],
+        accumulate: bool,
+    ) -> None:
+        bounds = offsets.tolist()
+        for group, target in enumerate(out):
+            rows = slice(bounds[group], bounds[group + 1])
+            grad = a[:, rows] @ b[:, rows].t()
+            if accumulate:
+                target.add_(grad)
+            else:
+                target.copy_(grad)
+
+
+def _has_grouped_mm(a: Tensor, b: Tensor) -> bool:
+    """torch._grouped_mm takes BF16 on CUDA with rows of a multiple of 16 bytes, and no zero-row input."""
+    aligned = a.shape[1] % 8 == 0 and (b.shape[1] % 8 == 0)
+    return (
+        a.device.type == "cuda" and a.dtype == b.dtype == torch.bfloat16 and a.shape[0] > 0 and aligned
+    )
+
+
+BACKEND = TorchBackend()

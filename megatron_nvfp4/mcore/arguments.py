@@ -1,0 +1,183 @@
+"""Command-line arguments, the policy they choose, and every reason why a configuration cannot run."""
+
+import argparse
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_nvfp4.modules.norm import NORMALIZATIONS
+from megatron_nvfp4.modules.params import shape_faults
+from megatron_nvfp4.recipes import Policy, resolve
+
+IMPL = "minite"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add --minite-recipe and --minite-config to Megatron's parser."""
+    if "--minite-recipe" in parser._option_string_actions:
+        return parser  # a patched Megatron has added them already
+    group = parser.add_argument_group(title="minite")
+    group.add_argument(
+        "--minite-recipe",
+        default=None,
+        metavar="NAME",
+        help="recipe of every quantised layer (python -m megatron_nvfp4 recipes); default $MINITE_RECIPE",
+    )
+    group.add_argument(
+        "--minite-config",
+        default=None,
+        metavar="FILE",
+        help="YAML policy: recipes by layer name and number; default $MINITE_CONFIG",
+    )
+    return parser
+
+
+def policy_of(config: TransformerConfig) -> Policy:
+    """The policy of a model, resolved once and kept on its config: arguments, then the environment."""
+    policy = getattr(config, "minite_policy", None)
+    if policy is None:
+        recipe, file = _selectors()
+        policy = resolve(recipe, file)
+        config.minite_policy = policy
+    return policy
+
+
+def _selectors() -> tuple[str | None, str | None]:
+    """--minite-recipe and --minite-config, where Megatron's global arguments exist and have them."""
+    try:
+        from megatron.training.global_vars import get_args
+
+        args = get_args()
+    except (ImportError, AssertionError):  # no megatron.training, or not initialised
+        return None, None
+    return getattr(args, "minite_recipe", None), getattr(args, "minite_config", None)
+
+
+# (attribute of TransformerConfig, values that are fine, flag, remedy)
+_UNSUPPORTED = (
+    ("fp8", (None, False), "--fp8-format", "drop it: the recipe decides the numerics"),
+    ("fp4", (None, False), "--fp4-format", "drop it: the recipe decides the numerics"),
+    ("use_kitchen", (None, False), "--use-kitchen", "drop it: choose one of kitchen and minite"),
+    (
+        "multi_latent_attention",
+        (None, False),
+        "--multi-latent-attention",
+        "use --transformer-impl transformer_engine for MLA models",
+    ),
+    (
+        "experimental_attention_variant",
+        (None,),
+        "--experimental-attention-variant",
+        "use --transformer-impl transformer_engine for it",
+    ),
+    (
+        "heterogeneous_block_specs",
+        (None, False),
+        "--heterogeneous-layers-config-path",
+        "use --transformer-impl transformer_engine for it",
+    ),
+    ("tp_comm_overlap", (None, False), "--tp-comm-overlap", "drop it: it drives TE's user buffers"),
+    ("delay_wgrad_compute", (None, False), "--delay-wgrad-compute", "drop it"),
+    (
+        "overlap_dispatch_backward_with_experts_wgrad",
+        (None, False),
+        "--overlap-dispatch-backward-with-experts-wgrad",
+        "drop it",
+    ),
+    ("symmetric_ar_type", (None,), "--symmetric-ar-type", "drop it"),
+    ("use_te_activation_func", (None, False), "--use-te-activation-func", "drop it"),
+    ("moe_single_grouped_weight", (None, False), "--moe-single-grouped-weight", "drop it"),
+    ("moe_single_grouped_bias", (None, False), "--moe-single-grouped-bias", "drop it"),
+    ("use_transformer_engine_op_fuser", (None, False), "--use-transformer-engine-op-fuser", "drop it"),
+    ("fused_residual_rmsnorm", (None, False), "--fused-residual-rmsnorm", "drop it"),
+    (
+        "moe_router_padding_for_quantization",
+        (None, False),
+        "--moe-router-padding-for-quantization",
+        "drop it: experts take any number of tokens",
+    ),
+    ("fine_grained_activation_offloading", (None, False), "--fine-grained-activation-offloading", "drop it"),
+    ("cuda_graph_impl", (None, "none"), "--cuda-graph-impl", "use none: offsets are read on the host"),
+    ("normalization", NORMALIZATIONS, "--normalization", "use LayerNorm or RMSNorm"),
+)
+
+
+def config_faults(config: TransformerConfig, have_te: bool) -> list[str]:
+    """Everything in a Megatron configuration that minite layers cannot do, each with its remedy."""
+    faults = []
+    for name, fine, flag, remedy in _UNSUPPORTED:
+        value = getattr(config, name, fine[0])
+        if value not in fine:
+            faults.append(f"{flag} ({name}={value!r}): {remedy}")
+    recompute = getattr(config, "recompute_modules", None) or []
+    if not have_te and "moe_act" in recompute:
+        faults.append(
+            "--recompute-modules moe_act: Megatron's code for it needs Transformer Engine; "
+            "use --recompute-granularity full, or install transformer-engine"
+        )
+    return faults + layer_faults(config)
+
+
+def layer_faults(config: TransformerConfig) -> list[str]:
+    """Layers whose per-rank sizes do not divide into the blocks of the recipe the policy gives them."""
+    policy = policy_of(config)
+    seen: dict[str, None] = {}
+    for index, moe in enumerate(moe_layer_pattern(config)):
+        for suffix, in_features, out_features in _layer_sizes(config, moe):
+            recipe = policy.recipe_for(f"decoder.layers.{index}.{suffix}", config.num_layers)
+            for fault in shape_faults(recipe, in_features, out_features):
+                seen[
+                    f"{suffix} ({recipe.name}): {fault}; change the model dimension, or give the layer "
+                    "recipe bf16 in --minite-config"
+                ] = None
+    return list(seen)
+
+
+def moe_layer_pattern(config: TransformerConfig) -> list[bool]:
+    """For every decoder layer, whether it is MoE (--moe-layer-freq)."""
+    frequency = config.moe_layer_freq
+    if not config.num_moe_experts:
+        return [False] * config.num_layers
+    if isinstance(frequency, int):
+        return [index % frequency == 0 for index in range(config.num_layers)]
+    if len(frequency) != config.num_layers:
+        raise ValueError(
+            f"--moe-layer-freq {frequency} has {len(frequency)} entries for {config.num_layers} layers"
+        )
+    return [bool(entry) for entry in frequency]
+
+
+def _layer_sizes(config: TransformerConfig, moe: bool) -> list[tuple[str, int, int]]:
+    """(name in the layer, in_features, out_features) per tensor-parallel rank."""
+    tp = config.tensor_model_parallel_size
+    etp = config.expert_tensor_parallel_size or tp
+    hidden, head = config.hidden_size, config.kv_channels
+    groups = config.num_query_groups or config.num_attention_heads
+    gate = 2 if config.gated_linear_unit else 1
+    sizes = [
+        (
+            "self_attention.linear_qkv",
+            hidden,
+            (config.num_attention_heads + 2 * groups) * head // tp,
+        ),
+        ("self_attention.linear_proj", config.num_attention_heads * head // tp, hidden),
+    ]
+    if moe:
+        ffn = config.moe_ffn_hidden_size or config.ffn_hidden_size
+        sizes.append(("mlp.experts.linear_fc1", hidden, gate * ffn // etp))
+        sizes.append(("mlp.experts.linear_fc2", ffn // etp, hidden))
+    else:
+        sizes.append(("mlp.linear_fc1", hidden, gate * config.ffn_hidden_size // tp))
+        sizes.append(("mlp.linear_fc2", config.ffn_hidden_size // tp, hidden))
+    shared = getattr(config, "moe_shared_expert_intermediate_size", None)
+    if moe and shared:
+        sizes.append(("mlp.shared_experts.linear_fc1", hidden, gate * shared // tp))
+        sizes.append(("mlp.shared_experts.linear_fc2", shared // tp, hidden))
+    return sizes
+
+
+def require_supported(config: TransformerConfig, have_te: bool) -> None:
+    """Raise one ValueError with every fault of the configuration."""
+    faults = config_faults(config, have_te)
+    if faults:
+        listed = "\n".join(f"  - {fault}" for fault in faults)
+        raise ValueError(f"--transformer-impl {IMPL} cannot run this configuration:\n{listed}")

@@ -1,0 +1,108 @@
+"""`python -m megatron_nvfp4 pretrain|run`: an unpatched Megatron with --transformer-impl minite.
+
+Own options, all prefixed and taken out before Megatron parses the rest:
+  --minite-device auto|cpu|cuda   auto: CUDA when there is a GPU, else the CPU shim (cpu_device.py)
+  --minite-run-meta FILE          JSON record of what ran: recipe, layers, backends, versions, arguments
+  --minite-step-log FILE          one JSON line per step: iteration, exact loss, seconds
+"""
+
+import argparse
+import os
+import runpy
+import socket
+import sys
+from pathlib import Path
+
+PROGRAM = "python -m megatron_nvfp4"
+
+
+def pretrain(argv: list[str]) -> None:
+    """Train a GPT model with megatron.training of the installed wheel; argv are Megatron's flags."""
+    _prepare(f"{PROGRAM} pretrain", argv)
+    from .pretrain_gpt import main
+
+    main()
+
+
+def run(script: str, argv: list[str]) -> None:
+    """Run any script of a Megatron-LM checkout, unpatched, as if started by itself."""
+    path = Path(script).resolve()
+    if not path.is_file():
+        raise ValueError(f"run: {script} is not a file; give the path of a Megatron-LM script")
+    # A script's own directory comes first, so that its checkout's megatron is the one that runs.
+    sys.path.insert(0, str(path.parent))
+    _prepare(str(path), argv)
+    if (path.parent / "gpt_builders.py").is_file():
+        import gpt_builders
+
+        from .hooks import wrap_gpt_builders
+
+        wrap_gpt_builders(gpt_builders)
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def _own_options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--minite-device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--minite-run-meta", type=Path)
+    parser.add_argument("--minite-step-log", type=Path)
+    return parser
+
+
+def _prepare(program: str, argv: list[str]) -> None:
+    """Device, process group variables, hooks and records; leaves Megatron's arguments in sys.argv."""
+    options, megatron_argv = _own_options().parse_known_args(argv)
+    _single_process_defaults()
+    on_cpu = _choose_cpu(options.minite_device)
+    if on_cpu:
+        from . import cpu_device
+
+        _limit_threads()
+        cpu_device.install()
+        megatron_argv = cpu_device.with_required_flags(megatron_argv)
+    sys.argv = [program, *megatron_argv]
+    from . import hooks, run_record
+
+    hooks.install()
+    run_record.install(
+        meta=options.minite_run_meta, steps=options.minite_step_log, argv=argv, on_cpu=on_cpu
+    )
+
+
+def _choose_cpu(device: str) -> bool:
+    import torch
+
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise RuntimeError(
+            "--minite-device cuda: torch sees no GPU; check the driver, or use --minite-device cpu"
+        )
+    return device == "cpu" or not available
+
+
+def _single_process_defaults() -> None:
+    """What torchrun sets, for a single process started without it."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    defaults = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def _limit_threads() -> None:
+    """Share the cores among the ranks of this host; torch would give every rank all of them."""
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))

@@ -1,0 +1,136 @@
+"""What ran: run_meta.json of a training process, and one JSON line per step."""
+
+import functools
+import json
+import os
+import resource
+import subprocess
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("megatron-nvfp4", "megatron-core", "torch", "transformer-engine")
+
+
+def install(*, meta: Path | None, steps: Path | None, argv: list[str], on_cpu: bool) -> None:
+    """Hook megatron.training so that rank 0 writes the records it was asked for."""
+    if int(os.environ.get("RANK", "0")) != 0 or (meta is None and steps is None):
+        return
+    for path in filter(None, (meta, steps)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    from megatron.training import training
+
+    if steps is not None:
+        _log_steps(training, steps)
+    if meta is not None:
+        _write_meta_after(training, meta, argv, on_cpu)
+
+
+def _log_steps(training, path: Path) -> None:
+    path.write_text("")
+    original = training.training_log
+    last = time.perf_counter()
+
+    @functools.wraps(original)
+    def training_log(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs):
+        nonlocal last
+        now = time.perf_counter()
+        line = {
+            "iteration": int(iteration),
+            "losses": {name: float(value) for name, value in loss_dict.items()},
+            "seconds": now - last,
+        }
+        last = now
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        return original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+
+    training.training_log = training_log
+
+
+def _write_meta_after(training, path: Path, argv: list[str], on_cpu: bool) -> None:
+    original = training.train
+
+    @functools.wraps(original)
+    def train(forward_step_func, model, *args, **kwargs):
+        try:
+            return original(forward_step_func, model, *args, **kwargs)
+        finally:
+            write_atomically(path, json.dumps(collect(model, argv, on_cpu), indent=2) + "\n")
+
+    training.train = train
+
+
+def collect(model, argv: list[str], on_cpu: bool) -> dict:
+    """The record: numerics asked for, recipe of every layer, backends that computed, versions, memory."""
+    import torch
+    from megatron.core.utils import get_attr_wrapped_model
+
+    from megatron_nvfp4 import backends, recipes
+
+    from .arguments import policy_of
+    from .layer_numerics import MegatronLinear
+
+    config = get_attr_wrapped_model(model[0], "config")
+    policy = policy_of(config)
+    layers = {
+        module.layer_name: {
+            "recipe": module.qlinear_params.recipe.name,
+            "backward": module.qlinear_params.recipe.backward,
+        }
+        for chunk in model
+        for module in chunk.modules()
+        if isinstance(module, MegatronLinear) and module.qlinear_params is not None
+    }
+    cuda = not on_cpu and torch.cuda.is_available()
+    return {
+        "transformer_impl": config.transformer_impl,
+        "policy": recipes.describe(policy),
+        "layers": layers,
+        "backends": backends.used(),
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else _peak_rss(),
+        "threads": torch.get_num_threads(),
+        "versions": _versions(),
+        "revision": _revision(),
+        "argv": argv,
+    }
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a whole file or none of it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
+def _peak_rss() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _revision() -> str | None:
+    """Git revision of this package's source tree, with + for local changes; None outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        git = ["git", "-C", str(root)]
+        revision = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            [*git, "status", "--porcelain"], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return revision + ("+" if changed else "")

@@ -1,0 +1,85 @@
+"""Where the bytes lie: code packing, the 128x4 scale layout of tensor cores, row groups and their padding."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+SCALE_ROWS, SCALE_COLS = 128, 4
+
+
+def pack_codes(codes: Tensor) -> Tensor:
+    """uint8 codes 0..15 (M, K) to bytes (M, K/2), even column in the low nibble."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_codes(packed: Tensor) -> Tensor:
+    """Inverse of pack_codes."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).reshape(
+        *packed.shape[:-1], packed.shape[-1] * 2
+    )
+
+
+def swizzled_shape(num_rows: int, num_cols: int) -> tuple[int, int]:
+    """(rows, columns) of a scale matrix padded to whole 128x4 tiles."""
+    rows = -(-num_rows // SCALE_ROWS) * SCALE_ROWS
+    return rows, -(-num_cols // SCALE_COLS) * SCALE_COLS
+
+
+def swizzle_scales(scales: Tensor) -> Tensor:
+    """Scales (..., R, C), any 1-byte dtype, to the 128x4 layout; padding is 0.
+
+    Returns (..., R', C') with R', C' the padded sizes, whose flat memory holds scale (r, c) at
+    ((r/128 * C'/4 + c/4) * 32 + r%32) * 16 + (r%128)/32 * 4 + c%4 (cuBLAS and CUTLASS block-scaled GEMMs).
+    """
+    *lead, num_rows, num_cols = scales.shape
+    rows, cols = swizzled_shape(num_rows, num_cols)
+    padded = torch.zeros(*lead, rows, cols, dtype=torch.uint8, device=scales.device)
+    padded[..., :num_rows, :num_cols] = scales.view(torch.uint8)
+    tiles = padded.reshape(*lead, rows // 128, 4, 32, cols // 4, 4)
+    # (row tile, row/32, row%32, column tile, column) -> (row tile, column tile, row%32, row/32, column)
+    swizzled = tiles.movedim((-5, -2, -3, -4, -1), (-5, -4, -3, -2, -1))
+    return swizzled.reshape(*lead, rows, cols).view(scales.dtype)
+
+
+def unswizzle_scales(swizzled: Tensor, num_rows: int, num_cols: int) -> Tensor:
+    """Inverse of swizzle_scales: (..., R', C') back to (..., num_rows, num_cols)."""
+    *lead, rows, cols = swizzled.shape
+    if (rows, cols) != swizzled_shape(num_rows, num_cols):
+        raise ValueError(
+            f"unswizzle_scales: {rows}x{cols} is not the padded form of {num_rows}x{num_cols}, "
+            f"which is {swizzled_shape(num_rows, num_cols)}"
+        )
+    tiles = swizzled.view(torch.uint8).reshape(*lead, rows // 128, cols // 4, 32, 4, 4)
+    padded = tiles.movedim((-5, -4, -3, -2, -1), (-5, -2, -3, -4, -1)).reshape(*lead, rows, cols)
+    return padded[..., :num_rows, :num_cols].contiguous().view(swizzled.dtype)
+
+
+def offsets_from_splits(splits: Sequence[int] | Tensor, device: torch.device | str) -> Tensor:
+    """Rows per group (G,) to row boundaries (G+1,), int64 on `device`."""
+    splits = torch.as_tensor(splits, dtype=torch.int64, device=device)
+    offsets = torch.zeros(splits.numel() + 1, dtype=torch.int64, device=device)
+    torch.cumsum(splits, 0, out=offsets[1:])
+    return offsets
+
+
+def expand_groups(values: Tensor, offsets: Tensor, num_rows: int) -> Tensor:
+    """One value per group (G,) to one per row (num_rows,), without host synchronisation."""
+    rows = torch.arange(num_rows, device=values.device)
+    # Right-sided search skips empty groups: row r belongs to the last group that starts at or before r.
+    return values[torch.searchsorted(offsets[1:].contiguous(), rows, right=True)]
+
+
+def pad_groups(x: Tensor, offsets: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
+    """Complete every row group of x (M, K) by zero rows to a multiple of `multiple` rows.
+
+    Returns (padded (M', K), offsets (G+1,)). An empty group stays empty. Reads the offsets on the host.
+    """
+    sizes = (offsets[1:] - offsets[:-1]).tolist()
+    padded_offsets = offsets_from_splits([-(-size // multiple) * multiple for size in sizes], x.device)
+    padded = x.new_zeros(int(padded_offsets[-1]), x.shape[1])
+    for size, source, target in zip(
+        sizes, offsets.tolist(), padded_offsets.tolist(), strict=False
+    ):
+        padded[target : target + size] = x[source : source + size]
+    return padded, padded_offsets
