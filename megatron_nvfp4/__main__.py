@@ -4,6 +4,7 @@ Each layer is imported inside the verb that needs it.
 """
 
 import argparse
+import dis
 import os
 import sys
 from collections.abc import Sequence
@@ -44,36 +45,40 @@ def _report(error: Exception) -> int:
 
 
 def _launch(verb: str, argv: list[str]) -> int:
-    """Hand `argv` to Megatron. What fails there keeps its traceback, a wrong setting of ours not."""
+    """Hand `argv` to Megatron. A refusal of ours is one line; what crashes keeps its traceback."""
     if verb == "run" and (not argv or argv[0] in ("-h", "--help")):
         print(RUN_USAGE, file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     try:
         from megatron_nvfp4.mcore.launcher import pretrain, run
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in ("torch", "megatron"):
-            raise
-        remedy = "pip install 'megatron-nvfp4[megatron]'"
-        return _report(RuntimeError(f"{verb}: {error.name} is not installed; {remedy}"))
-    try:
+
         if verb == "run":
             run(argv[0], argv[1:])
         else:
             pretrain(argv)
-    except ValueError as error:
-        if not _raised_by_us(error):
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if package not in ("torch", "megatron") or not _innermost(error)[1]:
+            raise
+        remedy = "pip install 'megatron-nvfp4[megatron]'"
+        return _report(RuntimeError(f"{verb}: {package} is not installed; {remedy}"))
+    except (ValueError, RuntimeError) as error:
+        opcode, ours = _innermost(error)
+        # A call that failed below our frame, in a kernel say, is a crash and no refusal.
+        if not ours or opcode != dis.opmap["RAISE_VARARGS"]:
             raise
         return _report(error)
     return 0
 
 
-def _raised_by_us(error: BaseException) -> bool:
-    """Whether the innermost frame of the traceback is this package's."""
+def _innermost(error: BaseException) -> tuple[int, bool]:
+    """Where the innermost frame left (an opcode), and whether it is a frame of this package."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
+    assert trace is not None
+    while trace.tb_next is not None:
         trace = trace.tb_next
-    module = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
-    return module.split(".")[0] == "megatron_nvfp4"
+    module = trace.tb_frame.f_globals.get("__name__", "")
+    return trace.tb_frame.f_code.co_code[trace.tb_lasti], module.split(".")[0] == "megatron_nvfp4"
 
 
 def _parser() -> argparse.ArgumentParser:

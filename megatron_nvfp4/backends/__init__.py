@@ -16,13 +16,11 @@ from megatron_nvfp4.recipes import Format
 
 Operand = Tensor | QuantizedTensor | MXFP8Tensor
 OPS = ("quantize", "gemm", "grouped_gemm", "grouped_wgrad")
-# Fastest first; "reference" can do everything, slowly. "torch", the framework's own GEMMs for unquantised
-# operands, is never chosen here: a recipe that bypasses our operators asks for it by name.
-PREFERENCE = ("cuda", "te", "cpu", "reference")
-_MODULES = {name: f"megatron_nvfp4.backends.{name}" for name in PREFERENCE}
+# Fastest first; "reference" can do everything, slowly. By name only: "torch", the framework's own GEMMs for
+# unquantised operands, which a recipe that bypasses our operators asks for, and "te", to compare with.
+PREFERENCE = ("cuda", "cpu", "reference")
+_MODULES = {name: f"megatron_nvfp4.backends.{name}" for name in (*PREFERENCE, "te")}
 _MODULES["torch"] = "megatron_nvfp4.backends.torch_gemm"
-
-
 _used: dict[tuple[str, str], set[str]] = {}
 
 

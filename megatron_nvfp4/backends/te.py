@@ -41,7 +41,8 @@ class TransformerEngineBackend:
             return "needs a CUDA GPU"
         capability = torch.cuda.get_device_capability()
         if capability < (10, 0):
-            return f"TE's NVFP4 kernels need compute capability 10.0, this GPU has {capability[0]}.{capability[1]}"
+            found = ".".join(map(str, capability))
+            return f"TE's NVFP4 kernels need compute capability 10.0, this GPU has {found}"
         if shape is not None and (shape[0] % 16 or shape[1] % 16):
             return f"TE quantises whole 16-row blocks; shape {tuple(shape)} is not"
         return None
@@ -55,7 +56,9 @@ class TransformerEngineBackend:
         offsets: Tensor | None = None,
     ) -> Operand:
         if amax is not None or (offsets is not None and offsets.numel() > 2):
-            raise ValueError("te: TE takes no given amax and no groups; use backend cuda or reference")
+            raise ValueError(
+                "te: TE takes no given amax and no groups; use backend cuda or reference"
+            )
         import transformer_engine_torch as tex
         from transformer_engine.pytorch import NVFP4Quantizer
 

@@ -1,6 +1,8 @@
 """The framework's own GEMMs, for unquantised operands: BF16 layers and the BF16 layer bypass.
 
-Order of summation and batch invariance are the library's (cuBLAS, oneDNN), not ours.
+Order of summation and batch invariance are the library's (cuBLAS, oneDNN), not ours. On a CPU, 16-bit
+operands are multiplied in FP32 and rounded once: most CPUs have no 16-bit matrix units, and torch's own
+16-bit path is some ten times slower there.
 """
 
 from collections.abc import Sequence
@@ -40,7 +42,7 @@ class TorchBackend:
     def gemm(
         self, a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype
     ) -> Tensor:
-        return torch.nn.functional.linear(a, b, bias).to(out_dtype)
+        return _linear(a, b, bias).to(out_dtype)
 
     def grouped_gemm(
         self,
@@ -61,7 +63,7 @@ class TorchBackend:
         for group in range(num_groups):
             rows = slice(bounds[group], bounds[group + 1])
             group_bias = None if bias is None else bias[group]
-            out[rows] = torch.nn.functional.linear(a[rows], weights[group], group_bias)
+            out[rows] = _linear(a[rows], weights[group], group_bias)
         return out
 
     def grouped_wgrad(
@@ -76,18 +78,29 @@ class TorchBackend:
         bounds = offsets.tolist()
         for group, target in enumerate(out):
             rows = slice(bounds[group], bounds[group + 1])
-            grad = a[:, rows] @ b[:, rows].t()
+            grad = _linear(a[:, rows], b[:, rows], None)
             if accumulate:
                 target.add_(grad)
             else:
                 target.copy_(grad)
 
 
+def _linear(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """a times b transposed plus bias, in a's dtype except on a CPU, where it may stay FP32."""
+    if a.device.type == "cpu":
+        a, b = a.float(), b.float()
+        bias = None if bias is None else bias.float()
+    return torch.nn.functional.linear(a, b, bias)
+
+
 def _has_grouped_mm(a: Tensor, b: Tensor) -> bool:
     """torch._grouped_mm takes BF16 on CUDA with rows of a multiple of 16 bytes, and no zero-row input."""
     aligned = a.shape[1] % 8 == 0 and (b.shape[1] % 8 == 0)
     return (
-        a.device.type == "cuda" and a.dtype == b.dtype == torch.bfloat16 and a.shape[0] > 0 and aligned
+        a.device.type == "cuda"
+        and a.dtype == b.dtype == torch.bfloat16
+        and a.shape[0] > 0
+        and aligned
     )
 
 

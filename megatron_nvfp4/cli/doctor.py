@@ -86,7 +86,7 @@ def software_checks(verbose: bool) -> list[Check]:
     checks = [Check(name="python", status="ok", detail=platform.python_version())]
     try:
         import torch
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
         torch = None
         detail = f"not usable ({error}); {INSTALL}"
         checks.append(Check(name="torch", status="fail", detail=detail))
@@ -123,7 +123,7 @@ def _device_checks(device: str) -> tuple[object | None, list[Check]]:
     """The torch.device to probe on, or None, and what GPUs there are."""
     try:
         import torch
-    except ImportError:
+    except (ImportError, OSError):
         return None, []
     present = torch.cuda.is_available()
     checks = []
@@ -239,7 +239,7 @@ def _lines(
 
 
 def _backend_lines(rows: list[dict], verbose: bool) -> list[str]:
-    """One line for each backend and answer; which paths it holds for unless it holds for all."""
+    """One line for each backend and answer; the paths of a failure, or with verbose of any."""
     answers: dict[tuple[str, str, str], list[str]] = {}
     totals: dict[str, int] = {}
     for row in rows:
@@ -253,6 +253,6 @@ def _backend_lines(rows: list[dict], verbose: bool) -> list[str]:
         (backend, status, detail), places = answer, answers[answer]
         count = f" ({len(places)} of {totals[backend]} cases)"
         lines.append(f"  {backend}: {words[status]}{detail}{count}")
-        if verbose or (status == "failed" or (status == "no" and len(places) < totals[backend])):
+        if verbose or status == "failed":
             lines += [f"    {place}" for place in places]
     return lines

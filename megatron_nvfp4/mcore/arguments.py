@@ -87,7 +87,12 @@ _UNSUPPORTED = (
     ("use_te_activation_func", (None, False), "--use-te-activation-func", "drop it"),
     ("moe_single_grouped_weight", (None, False), "--moe-single-grouped-weight", "drop it"),
     ("moe_single_grouped_bias", (None, False), "--moe-single-grouped-bias", "drop it"),
-    ("use_transformer_engine_op_fuser", (None, False), "--use-transformer-engine-op-fuser", "drop it"),
+    (
+        "use_transformer_engine_op_fuser",
+        (None, False),
+        "--use-transformer-engine-op-fuser",
+        "drop it",
+    ),
     ("fused_residual_rmsnorm", (None, False), "--fused-residual-rmsnorm", "drop it"),
     (
         "moe_router_padding_for_quantization",
@@ -95,8 +100,18 @@ _UNSUPPORTED = (
         "--moe-router-padding-for-quantization",
         "drop it: experts take any number of tokens",
     ),
-    ("fine_grained_activation_offloading", (None, False), "--fine-grained-activation-offloading", "drop it"),
-    ("cuda_graph_impl", (None, "none"), "--cuda-graph-impl", "use none: offsets are read on the host"),
+    (
+        "fine_grained_activation_offloading",
+        (None, False),
+        "--fine-grained-activation-offloading",
+        "drop it",
+    ),
+    (
+        "cuda_graph_impl",
+        (None, "none"),
+        "--cuda-graph-impl",
+        "use none: offsets are read on the host",
+    ),
     ("normalization", NORMALIZATIONS, "--normalization", "use LayerNorm or RMSNorm"),
 )
 

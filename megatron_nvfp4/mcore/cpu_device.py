@@ -188,6 +188,13 @@ def _rewrite_devices(torch):
             return device.partition(":")[0] == "cuda"
         return type(device) is int
 
+    # A mode is off inside its own handler, and recomputation runs forwards inside backward: so backward is
+    # kept away from the handler (torch.autograd) or run with the mode on again (Tensor.backward).
+    torch.autograd.has_torch_function = lambda tensors: False
+
+    def backward(loss, gradient=None, retain_graph=None, create_graph=False, inputs=None):
+        return torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+
     class CudaMeansCpu(TorchFunctionMode):
         """Every torch function asked for a CUDA device gets the CPU."""
 
@@ -199,6 +206,9 @@ def _rewrite_devices(torch):
                 kwargs["pin_memory"] = False
             if function is torch.Tensor.to and len(args) > 1 and means_cuda(args[1]):
                 args = (args[0], cpu, *args[2:])
+            if function is torch.Tensor.backward:
+                with self:
+                    return backward(*args, **kwargs)
             return function(*args, **kwargs)
 
     return CudaMeansCpu()

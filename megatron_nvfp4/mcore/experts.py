@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -92,7 +91,10 @@ class _ExpertLinear(MegatronLinear, GroupedLinear):
         sharded: ShardedStateDict = {}
         for index in range(self.num_gemms):
             expert = first_global + index
-            local = {f"{index}.weight": state[f"weight{index}"], f"{index}.{EXTRA_STATE}": state[EXTRA_STATE]}
+            local = {
+                f"{index}.weight": state[f"weight{index}"],
+                f"{index}.{EXTRA_STATE}": state[EXTRA_STATE],
+            }
             if self.use_bias:
                 local[f"{index}.bias"] = state[f"bias{index}"]
             offsets = sharded_offsets

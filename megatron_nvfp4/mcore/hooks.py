@@ -4,6 +4,7 @@ The same seams as patches/megatron-lm, one function each; on a patched tree they
 """
 
 import functools
+import re
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -49,7 +50,12 @@ def _wrap_layer_specs() -> None:
         return MiniTESpecProvider() if transformer_impl == IMPL else original(transformer_impl)
 
     def layer_specs(
-        original, config, use_transformer_engine=False, normalization=None, qk_l2_norm=False, **kwargs
+        original,
+        config,
+        use_transformer_engine=False,
+        normalization=None,
+        qk_l2_norm=False,
+        **kwargs,
     ):
         if config.transformer_impl == IMPL:
             return get_minite_layer_specs(config, bool(qk_l2_norm))
@@ -117,7 +123,10 @@ def _wrap_training() -> None:
         return original(config, vp_stage)
 
     def add_megatron_arguments(original, parser):
-        return add_arguments(original(parser))
+        parser = add_arguments(original(parser))
+        for action in parser._actions:  # a lone % in a help text makes --help fail
+            action.help = action.help and re.sub(r"%(?![%(])", "%%", action.help)
+        return parser
 
     _wrap(gpt, "default_layer_spec", default_layer_spec)
     _wrap(gpt, "_te_or_local_layer_spec", single_layer_spec)
@@ -152,7 +161,9 @@ def _wrap(owner, name: str, wrapper: Callable) -> None:
     original = getattr(owner, name)
     wrapped = functools.wraps(original)(functools.partial(wrapper, original))
     if isinstance(owner, type):  # a method needs a function, which binds self
-        wrapped = functools.wraps(original)(lambda self, *args, **kw: wrapper(original, self, *args, **kw))
+        wrapped = functools.wraps(original)(
+            lambda self, *args, **kw: wrapper(original, self, *args, **kw)
+        )
     setattr(owner, name, wrapped)
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(name) is original:

@@ -4,7 +4,6 @@ from megatron.core.quantization.quant_config import QuantizationConfig
 
 from megatron_nvfp4.modules import QLinearParams
 from megatron_nvfp4.modules.base import QLinearBase
-from megatron_nvfp4.recipes import get_recipe
 
 from .arguments import policy_of
 
@@ -44,7 +43,7 @@ class MegatronLinear(QLinearBase):
                     f"{quantization_config.config_key!r} holds {sorted(payload)}, meant for Transformer "
                     f"Engine; match only {{{PAYLOAD_KEY}: NAME}} to this layer, or use --minite-config"
                 )
-            recipe = get_recipe(payload[PAYLOAD_KEY])
+            recipe = policy.named(payload[PAYLOAD_KEY])
         self.set_qlinear_params(
             QLinearParams(recipe=recipe, backend=policy.backend, strict=policy.strict)
         )

@@ -134,7 +134,9 @@ class GPTSpec(ModuleSpec):
     def __init__(self) -> None:
         super().__init__(module=MiniTETransformerLayer, submodules=LAYER_FROM_CONFIG)
 
-    def __call__(self, first, config=None, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    def __call__(
+        self, first, config=None, vp_stage: int | None = None
+    ) -> TransformerBlockSubmodules:
         """first: a GPTModelConfig (with .transformer), a TransformerConfig, or args followed by config."""
         if isinstance(config, int):  # f(GPTModelConfig, vp_stage) by position
             config, vp_stage = None, config

@@ -114,14 +114,14 @@ class _ParallelLinear(MegatronLinear, Linear):
         self.config, self._tp_group = config, tp_group
         if on_cpu:
             init_affine_on_cpu(self, input_size, output_size, self.mode, init_method, stride)
-        if is_expert:
+        self.weight.partition_stride = stride
+        if bias and self.mode == "column":
+            self.bias.partition_stride = stride
+        if is_expert:  # TE's wrappers give every expert stride 1, gated ones too
             mark_expert_parameters(self, config, self.mode)
         else:
             for parameter in self.parameters():
                 parameter.allreduce = True
-        self.weight.partition_stride = stride
-        if bias and self.mode == "column":
-            self.bias.partition_stride = stride
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -158,7 +158,9 @@ class MiniTERowParallelLinear(_ParallelLinear):
         self, input_size: int, output_size: int, *, input_is_parallel: bool, **kwargs
     ) -> None:
         if not input_is_parallel:
-            raise ValueError("MiniTERowParallelLinear: input_is_parallel=False is not supported; split it")
+            raise ValueError(
+                "MiniTERowParallelLinear: input_is_parallel=False is not supported; split it"
+            )
         super().__init__(input_size, output_size, **kwargs)
 
 
@@ -184,7 +186,9 @@ class MiniTELayerNormColumnParallelLinear(MegatronLinear, LayerNormLinear):
     ) -> None:
         refuse_column_options(gather_output, skip_weight_param_allocation)
         if is_expert:
-            raise ValueError("MiniTELayerNormColumnParallelLinear: experts have no norm of their own")
+            raise ValueError(
+                "MiniTELayerNormColumnParallelLinear: experts have no norm of their own"
+            )
         tp_group = get_tensor_model_parallel_group_if_none(tp_group, is_expert=False)
         on_cpu = config.use_cpu_initialization
         super().__init__(

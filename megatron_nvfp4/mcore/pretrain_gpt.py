@@ -134,7 +134,9 @@ def build_datasets(num_samples, vp_stage: int | None = None):
     dataset = MockGPTDataset if args.mock_data else GPTDataset
 
     def built_here() -> bool:
-        return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
+        return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(
+            vp_stage
+        )
 
     print_rank_0("> building datasets ...")
     return BlendedMegatronDatasetBuilder(dataset, num_samples, built_here, config).build()

@@ -66,7 +66,8 @@ def collect(model, argv: list[str], on_cpu: bool) -> dict:
     import torch
     from megatron.core.utils import get_attr_wrapped_model
 
-    from megatron_nvfp4 import backends, recipes
+    from megatron_nvfp4 import recipes
+    from megatron_nvfp4.modules import used_backends
 
     from .arguments import policy_of
     from .layer_numerics import MegatronLinear
@@ -87,7 +88,7 @@ def collect(model, argv: list[str], on_cpu: bool) -> dict:
         "transformer_impl": config.transformer_impl,
         "policy": recipes.describe(policy),
         "layers": layers,
-        "backends": backends.used(),
+        "backends": used_backends(),
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else _peak_rss(),
         "threads": torch.get_num_threads(),

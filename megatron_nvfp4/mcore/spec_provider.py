@@ -56,7 +56,9 @@ class MiniTESpecProvider(BackendSpecProvider):
         return self.fallback.layer_norm(rms_norm=rms_norm, for_qk=for_qk, has_residual=has_residual)
 
     def core_attention(self) -> type:
-        return MiniTEDotProductAttention if self.fallback is None else self.fallback.core_attention()
+        return (
+            MiniTEDotProductAttention if self.fallback is None else self.fallback.core_attention()
+        )
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool):
         """TEGroupedMLP on grouped linears, or SequentialMLP on one linear per expert."""
@@ -79,5 +81,4 @@ class MiniTESpecProvider(BackendSpecProvider):
         )
 
     def activation_func(self) -> None:
-        """Megatron's own activation: --use-te-activation-func is refused."""
-        return None
+        """None, Megatron's own activation: --use-te-activation-func is refused."""

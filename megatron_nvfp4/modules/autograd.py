@@ -6,6 +6,7 @@ A dense layer is a grouped one with a single group. Nothing is decided here: the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -80,7 +81,9 @@ class GroupedMatmul(torch.autograd.Function):
         y = _grouped_gemm(x_operand, weight_operand, offsets, formats, setup, bias)
         ctx.setup, ctx.params, ctx.num_rows = setup, weights, x.shape[0]
         ctx.has_bias = bias is not None
-        saved_x = _saved_activation(x, x_operand, offsets, setup) if any_needs_grad(weights) else None
+        saved_x = (
+            _saved_activation(x, x_operand, offsets, setup) if any_needs_grad(weights) else None
+        )
         saved_weight = weight_operand if recipe.dgrad.right == FORWARD and x.requires_grad else None
         originals = () if recipe.dgrad.right == FORWARD else weights
         _save(ctx, offsets, saved_x, saved_weight, originals)
@@ -98,13 +101,8 @@ class GroupedMatmul(torch.autograd.Function):
             formats = (recipe.dgrad.left, recipe.dgrad.right)
             grad_x = _grouped_gemm(left, right, offsets, formats, setup, None)
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            bounds = offsets.tolist()
-            grad_bias = torch.stack(
-                [
-                    grad_output[start:stop].float().sum(0)
-                    for start, stop in zip(bounds, bounds[1:], strict=False)
-                ]
-            ).to(grad_output.dtype)
+            sums = [grad_output[a:b].float().sum(0) for a, b in pairwise(offsets.tolist())]
+            grad_bias = torch.stack(sums).to(grad_output.dtype)
         grads = [None] * len(ctx.params)
         if saved_x is not None:
             grads = _wgrad(grad_output, saved_x, offsets, ctx.params, setup)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_nvfp4.backends import Operand
 
-from .autograd import GroupedMatmul, MatmulSetup, any_needs_grad, quantize_weights
+from .autograd import GroupedMatmul, MatmulSetup, quantize_weights
 from .params import QLinearParams, get_qlinear_params, require_backend, shape_faults
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,9 @@ class ExtraStateModule(torch.nn.Module):
     def set_extra_state(self, state) -> None:
         size = state.numel() if isinstance(state, Tensor) else int(state is not None)
         if size:
-            _warn_once(f"foreign {EXTRA_STATE} ignored: quantisation here keeps no state between steps")
+            _warn_once(
+                f"foreign {EXTRA_STATE} ignored: quantisation here keeps no state between steps"
+            )
 
 
 _warned: set[str] = set()
@@ -96,7 +98,7 @@ class QLinearBase(ExtraStateModule):
         """
         if is_first_microbatch is None or not torch.is_grad_enabled():
             return quantize_weights(weights, setup)
-        key = (setup.params, *((id(w), w.data_ptr(), w._version) for w in weights))
+        key = (setup.params, setup.dtype, *((id(w), w.data_ptr(), w._version) for w in weights))
         if is_first_microbatch or self._weight_cache is None or self._weight_cache[0] != key:
             self._weight_cache = (key, quantize_weights(weights, setup))
         return self._weight_cache[1]
@@ -111,10 +113,10 @@ class QLinearBase(ExtraStateModule):
         is_first_microbatch: bool | None,
     ) -> Tensor:
         """x (M, K) by groups times the weights; see GroupedMatmul."""
-        if torch.is_grad_enabled() and any_needs_grad(weights) or x.requires_grad:
-            operand = self.quantized_weights(weights, setup, is_first_microbatch)
-        else:
-            operand = quantize_weights(weights, setup)
+        if is_first_microbatch:
+            # Also in the gradient-free pass of recomputation, whose second pass comes with False.
+            self._weight_cache = None
+        operand = self.quantized_weights(weights, setup, is_first_microbatch)
         return GroupedMatmul.apply(x, offsets, bias, operand, setup, *weights)
 
     def activation_dtype(self, x: Tensor) -> torch.dtype:
@@ -152,7 +154,9 @@ def mark_partition(parameter: Tensor, parallel_mode: str | None, *, is_bias: boo
 
 def default_device() -> torch.device:
     """TE's default is the GPU; without one, the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def default_init(weight: Tensor) -> None:

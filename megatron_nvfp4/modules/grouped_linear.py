@@ -111,7 +111,9 @@ class GroupedLinear(QLinearBase):
     @property
     def biases(self) -> tuple[Tensor, ...]:
         """The experts' biases in order; empty without bias."""
-        return tuple(getattr(self, f"bias{index}") for index in range(self.num_gemms * self.use_bias))
+        return tuple(
+            getattr(self, f"bias{index}") for index in range(self.num_gemms * self.use_bias)
+        )
 
     def forward(
         self,

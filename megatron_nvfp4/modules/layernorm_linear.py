@@ -61,7 +61,9 @@ class LayerNormLinear(Linear):
             return_layernorm_output_gathered=return_layernorm_output_gathered,
         )
         if parallel_mode == "row":
-            raise ValueError(f"{layer}: parallel_mode='row' would split the norm; use column or None")
+            raise ValueError(
+                f"{layer}: parallel_mode='row' would split the norm; use column or None"
+            )
         device = device if device is not None else default_device()
         super().__init__(
             in_features,

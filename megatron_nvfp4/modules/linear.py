@@ -73,9 +73,14 @@ class Linear(QLinearBase):
             symmetric_ar_type=symmetric_ar_type,
         )
         if parallel_mode not in PARALLEL_MODES:
-            raise ValueError(f"{self.layer_name}: parallel_mode={parallel_mode!r}; use column, row or None")
+            raise ValueError(
+                f"{self.layer_name}: parallel_mode={parallel_mode!r}; use column, row or None"
+            )
         self.tp_group, self.tp_size = tp_group, tp_group.size() if tp_group else tp_size
-        self.parallel_mode, self.sequence_parallel = parallel_mode, sequence_parallel and self.tp_size > 1
+        self.parallel_mode, self.sequence_parallel = (
+            parallel_mode,
+            sequence_parallel and self.tp_size > 1,
+        )
         self.in_features = self._share("in_features", in_features, "row")
         self.out_features = self._share("out_features", out_features, "column")
         self.fuse_wgrad_accumulation, self.return_bias, self.use_bias = (
@@ -141,7 +146,11 @@ class Linear(QLinearBase):
         fused_bias = self.use_bias and not self.return_bias and not row_parallel
         y = self._multiply(x, self.bias if fused_bias else None, is_first_microbatch)
         if row_parallel:
-            y = reduce_scatter_rows(y, group) if self.sequence_parallel else reduce_from_ranks(y, group)
+            y = (
+                reduce_scatter_rows(y, group)
+                if self.sequence_parallel
+                else reduce_from_ranks(y, group)
+            )
             if self.use_bias and not self.return_bias:
                 y = y + self.bias.to(y.dtype)
         return (y, self.bias) if self.return_bias else y

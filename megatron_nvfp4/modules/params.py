@@ -46,37 +46,37 @@ def get_qlinear_params(
 
 def require_backend(params: QLinearParams, device: torch.device | str | None = None) -> None:
     """Raise RuntimeError unless every quantiser and GEMM of the recipe has a backend."""
-    recipe, faults = params.recipe, []
+    recipe, faults = params.recipe, {}
     for label, operands in (
         ("fprop", recipe.fprop),
         ("dgrad", recipe.dgrad),
         ("wgrad", recipe.wgrad),
     ):
-        for spec in (operands.left, operands.right):
-            faults += _fault(label, "quantize", (spec,), params.backend, device)
-        backend = params.backend if label == "fprop" and recipe.quantized else params.gemm_backend
+        formats = tuple(
+            BF16 if spec == FORWARD else spec for spec in (operands.left, operands.right)
+        )
+        for spec in formats:
+            if spec != BF16:
+                faults |= _faults("quantize", (spec,), params.backend, device)
         op = "grouped_wgrad" if label == "wgrad" else "grouped_gemm"
-        faults += _fault(label, op, (operands.left, operands.right), backend, device)
+        backend = params.gemm_backend if formats == (BF16, BF16) else params.backend
+        faults |= _faults(op, formats, backend, device)
         if operands.hadamard:
-            faults.append(f"{label}: the random Hadamard transform has no implementation yet")
+            faults[f"{label}: no backend has the random Hadamard transform"] = None
     if faults:
-        needs = ", ".join(recipe.requires)
         raise RuntimeError(
-            f"recipe {recipe.name} needs {needs} and cannot be built:\n"
-            + "\n".join(f"  - {fault}" for fault in dict.fromkeys(faults))
+            f"recipe {recipe.name} needs {', '.join(recipe.requires)} and cannot be built:\n"
+            + "\n".join(faults)
             + "\nchoose another recipe: python -m megatron_nvfp4 recipes"
         )
 
 
-def _fault(label: str, op: str, formats: tuple, backend: str, device) -> list[str]:
-    if op == "quantize" and formats[0] in (BF16, FORWARD):
-        return []
-    formats = tuple(BF16 if spec == FORWARD else spec for spec in formats)
+def _faults(op: str, formats: tuple, backend: str, device) -> dict[str, None]:
     try:
         backends.select(op, formats, device=device, backend=backend)
     except RuntimeError as error:
-        return [f"{label}: {error}"]
-    return []
+        return {str(error): None}
+    return {}
 
 
 def shape_faults(recipe: Recipe, in_features: int, out_features: int) -> list[str]:

@@ -76,10 +76,10 @@ def pad_groups(x: Tensor, offsets: Tensor, multiple: int) -> tuple[Tensor, Tenso
     Returns (padded (M', K), offsets (G+1,)). An empty group stays empty. Reads the offsets on the host.
     """
     sizes = (offsets[1:] - offsets[:-1]).tolist()
-    padded_offsets = offsets_from_splits([-(-size // multiple) * multiple for size in sizes], x.device)
+    padded_offsets = offsets_from_splits(
+        [-(-size // multiple) * multiple for size in sizes], x.device
+    )
     padded = x.new_zeros(int(padded_offsets[-1]), x.shape[1])
-    for size, source, target in zip(
-        sizes, offsets.tolist(), padded_offsets.tolist(), strict=False
-    ):
+    for size, source, target in zip(sizes, offsets.tolist(), padded_offsets.tolist(), strict=False):
         padded[target : target + size] = x[source : source + size]
     return padded, padded_offsets

@@ -68,5 +68,6 @@ def decode_mxfp8(qt: MXFP8Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _scale_by_power(x: Tensor, exponent: Tensor) -> Tensor:
-    """x * 2^exponent, rounded once to FP32 (exact in FP64: some of the powers are subnormal in FP32)."""
-    return torch.ldexp(x.double(), exponent).float()
+    """x * 2^exponent for int32 exponents -127..127, rounded once: FP32 holds all these powers exactly."""
+    bits = torch.where(exponent > -127, (exponent + 127) << 23, 0x400000)  # 2^-127 is subnormal
+    return x * bits.to(torch.int32).view(torch.float32)

@@ -22,7 +22,7 @@ Special values, decided here:
 - A block whose scale underflows to 0 gets codes by saturation and decodes to 0.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,10 +37,6 @@ E4M3_MAX = 448.0
 FLT_MAX = torch.finfo(torch.float32).max
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Largest magnitude that still rounds to the code below, ties to even: the tie belongs to the even code,
-# so where the upper code is even the bound is the float just under the tie.
-_E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-_TIE_GOES_UP = (False, True, False, True, False, True, False)
 
 
 @dataclass(frozen=True)
@@ -191,8 +187,14 @@ def encode_e4m3(x: Tensor) -> Tensor:
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
-    """FP32 to E2M1 codes, uint8 0..15: ties to even, saturating, sign of zero kept, NaN to +6."""
-    code = torch.bucketize(x.abs().contiguous(), _e2m1_bounds(x.device), out_int32=True).to(torch.uint8)
+    """FP32 to E2M1 codes, uint8 0..15: ties to even, saturating, sign of zero kept, NaN to +6.
+
+    Codes count upwards in steps of 0.5 below 2, of 1 below 4, of 2 above: on each stretch the code is a
+    rounded multiple plus a constant, and the stretch that counts is the one with the smallest code.
+    """
+    magnitude = torch.fmin(x.abs(), torch.full((), E2M1_MAX, device=x.device))
+    halves, ones, twos = (torch.round(magnitude * factor) for factor in (2.0, 1.0, 0.5))
+    code = torch.minimum(halves, torch.minimum(ones + 2, twos + 4)).to(torch.uint8)
     negative = torch.signbit(x) & ~torch.isnan(x)
     return code + negative.to(torch.uint8) * 8
 
@@ -299,12 +301,6 @@ def _divide(a: Tensor | float, b: Tensor | float) -> Tensor:
 def _magnitude(x: Tensor) -> Tensor:
     """|x| in FP32 with NaN as 0."""
     return torch.nan_to_num(x.float().abs(), nan=0.0, posinf=float("inf"))
-
-
-def _e2m1_bounds(device: torch.device) -> Tensor:
-    bounds = torch.tensor(_E2M1_BOUNDS, dtype=torch.float32)
-    below = torch.nextafter(bounds, torch.zeros_like(bounds))
-    return torch.where(torch.tensor(_TIE_GOES_UP), below, bounds).to(device)
 
 
 def _e2m1_values(device: torch.device) -> Tensor:

@@ -24,7 +24,8 @@ ALIASES = {
     "w4a8": "nvfp4_w4a8",
 }
 BACKENDS = ("auto", "reference", "cpu", "cuda", "te")
-LAYER_INDEX = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+# A multi-token-prediction layer (mtp.layers.<i>) has no place among the decoder's numbers.
+LAYER_INDEX = re.compile(r"(?:^|(?<!mtp)\.)layers\.(\d+)\.")
 SHARED_EXPERTS = re.compile(r"(?:^|.*\.)shared_experts(?:\..*|$)")
 
 
@@ -88,7 +89,13 @@ class Policy:
     last_layers_bf16: float = 0.0
     backend: str = "auto"
     strict: bool = False
+    disable_backward_quant: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    def named(self, name: str) -> Recipe:
+        """The recipe called `name` under this policy's choice of backward."""
+        recipe = get_recipe(name)
+        return recipe.with_bypass() if self.disable_backward_quant else recipe
 
     def recipe_for(self, name: str, num_layers: int | None = None) -> Recipe:
         """Recipe of the layer `name`; num_layers of the whole model, for last_layers_bf16."""

@@ -90,7 +90,7 @@ class Recipe:
             "weight": self.dgrad.right.bits if self.dgrad.right == FORWARD else 0.0,
         }
 
-    def without_backward_quantization(self) -> "Recipe":
+    def with_bypass(self) -> "Recipe":
         """The same forward with the BF16 layer bypass as backward."""
         return replace(self, dgrad=ORIGINALS, wgrad=ORIGINALS, bypass=True)
 
@@ -114,7 +114,7 @@ def format_needs(spec: Format) -> frozenset[str]:
 TOKEN = NVFP4Spec(outer="token")
 TENSOR = NVFP4Spec(outer="tensor")
 TILES = NVFP4Spec(block=(16, 16), outer="tensor")
-# What SGLang 0.5.23 pins for `nvfp4_online` weights (model_executor/model_loader; FlashInfer's 4/6).
+# What SGLang 0.5.23 pins for `nvfp4_online` weights (model_executor/model_loader), by FlashInfer.
 FOUR_OVER_SIX = {"four_over_six": "mse", "error": "fast"}
 W4A4 = Operands(left=TOKEN, right=TENSOR)
 W4A4_46 = Operands(

@@ -108,8 +108,8 @@ def resolve(
         places = [(f"recipe ({sources['recipe']})", chosen)]
         places += [(f"layers[{i}] of the config file", r.recipe) for i, r in enumerate(rules)]
         _check_contradictions(places, sources["disable_backward_quant"])
-        chosen = _bypassed(chosen)
-        rules = tuple(replace(rule, recipe=_bypassed(rule.recipe)) for rule in rules)
+        chosen = chosen.with_bypass()
+        rules = tuple(replace(rule, recipe=rule.recipe.with_bypass()) for rule in rules)
     return Policy(
         recipe=chosen,
         rules=rules,
@@ -117,6 +117,7 @@ def resolve(
         last_layers_bf16=float(choose("last_layers_bf16", None, None, 0.0)),
         backend=choose("backend", backend, "MINITE_BACKEND", "auto"),
         strict=bool(choose("strict", None, None, False)),
+        disable_backward_quant=disable,
         sources=sources,
     )
 
@@ -157,10 +158,6 @@ def _check_contradictions(places: list[tuple[str, Recipe]], source: str) -> None
             + "\n".join(f"  - {fault}" for fault in faults)
             + "\nunset it, or choose recipes with a quantised backward"
         )
-
-
-def _bypassed(recipe: Recipe) -> Recipe:
-    return recipe if recipe.backward == "bypass" else recipe.without_backward_quantization()
 
 
 def describe(policy: Policy, environ: Mapping[str, str] | None = None) -> dict:
