@@ -1,8 +1,10 @@
-// The bits of NVFP4 and MXFP8 for C++ and CUDA: quant/nvfp4.py and quant/mxfp8.py function by function.
+// The bits of NVFP4 and MXFP8 for C++ and CUDA: quant/nvfp4.py and quant/mxfp8.py function by
+// function.
 //
-// Every operation is one FP32 round-to-nearest-even with subnormals: device code says so by intrinsic,
-// host code must be compiled with -ffp-contract=off. All functions are free of branches, so that a loop
-// over them vectorises, and of memory, so that they compile into any instruction set.
+// Every operation is one FP32 round-to-nearest-even with subnormals: device code says so by
+// intrinsic, host code must be compiled with -ffp-contract=off. All functions are free of branches,
+// so that a loop over them vectorises, and of memory, so that they compile into any instruction
+// set.
 #pragma once
 
 #include <cstdint>
@@ -77,8 +79,8 @@ NVFP4_FN float divide(float a, float b) { return a / b; }
 NVFP4_FN float reciprocal(float a) { return 1.0f / a; }
 #endif
 
-// condition ? yes : no with both sides computed: a host compiler that honours floating-point exceptions
-// would rather branch around one of them, and not vectorise.
+// condition ? yes : no with both sides computed: a host compiler that honours floating-point
+// exceptions would rather branch around one of them, and not vectorise.
 NVFP4_FN uint32_t select(bool condition, uint32_t yes, uint32_t no) {
 #if defined(__CUDA_ARCH__)
   return condition ? yes : no;
@@ -102,9 +104,13 @@ NVFP4_FN float absolute(float x) { return float_of(bits_of(x) & 0x7FFFFFFFu); }
 // min(x, bound); a NaN x stays NaN, as in torch.clamp_max.
 NVFP4_FN float clamp_max(float x, float bound) { return select(bound < x, bound, x); }
 
-// max(amax, |x|); a NaN x does not take part.
+// max(amax, |x|) of an amax that is no NaN; a NaN x does not take part.
 NVFP4_FN float max_magnitude(float amax, float x) {
+#if defined(__CUDA_ARCH__)
+  return fmaxf(amax, fabsf(x));
+#else
   return absolute(x) > amax ? absolute(x) : amax;
+#endif
 }
 
 // ---- element formats ----
@@ -145,10 +151,11 @@ NVFP4_FN float decode_e4m3(uint32_t code) {
 
 // Software encode_e2m1, on the host and before sm_100a.
 //
-// E2M1 steps by 1/2 up to 2, by 1 up to 4 and by 2 up to 6: in units of codes the map is the smallest of
-// 2|x|, |x| + 2, |x|/2 + 4 and 7. Rounding is monotonic, so each may be rounded first. One addition rounds
-// it to an integer, ties to even, because from 2^23 on the floats are the integers. Positive floats order
-// like their bits, and a NaN's bits exceed all of them, which leaves the 7.
+// E2M1 steps by 1/2 up to 2, by 1 up to 4 and by 2 up to 6: in units of codes the map is the
+// smallest of 2|x|, |x| + 2, |x|/2 + 4 and 7. Rounding is monotonic, so each may be rounded first.
+// One addition rounds it to an integer, ties to even, because from 2^23 on the floats are the
+// integers. Positive floats order like their bits, and a NaN's bits exceed all of them, which
+// leaves the 7.
 NVFP4_FN uint32_t encode_e2m1_software(float x) {
   constexpr float kIntegers = 8388608.0f;  // 0x4B000000
   const float magnitude = absolute(x);
@@ -236,8 +243,8 @@ NVFP4_FN float fast_difference(float scaled, float x, float s_enc) {
   return subtract(scaled, multiply(x, s_enc));
 }
 
-// One element's share of a block's error. A block adds its elements 0..15 in sequence, starting at 0; a
-// 16x16 tile then adds its rows by tree_sum. Four is taken where its error is less than six's.
+// One element's share of a block's error. A block adds its elements 0..15 in sequence, starting at
+// 0; a 16x16 tile then adds its rows by tree_sum. Four is taken where its error is less than six's.
 NVFP4_FN float error_term(float difference, FourOverSix metric) {
   return metric == FourOverSix::kMae ? absolute(difference) : multiply(difference, difference);
 }
@@ -272,11 +279,9 @@ NVFP4_FN float mxfp8_block_multiplier(uint32_t e) {
   return float_of(select(e == 254u, 0x00400000u, (254u - e) << 23));  // 2^-127 is subnormal
 }
 
-// q * 2^(e - 127), rounded once (exact unless it overflows); q is a decoded E4M3 code, e in 0..255.
+// q * 2^(e - 127), exact unless it overflows; q is a decoded E4M3 code, e an exponent 0..254.
 NVFP4_FN float mxfp8_decode(float q, uint32_t e) {
-  // 2^128 is no float: the last power is applied as 2^127 * 2.
-  const float power = float_of(select(e == 0u, 0x00400000u, minimum(e, 254u) << 23));
-  return multiply(multiply(q, power), select(e == 255u, 2.0f, 1.0f));
+  return multiply(q, float_of(select(e == 0u, 0x00400000u, e << 23)));
 }
 
 }  // namespace megatron_nvfp4

@@ -85,7 +85,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--recipes", nargs="+", default=["bf16", "nvfp4_per_token"])
-    parser.add_argument("--steps", type=int, default=40, help="steps before the checkpoint")
+    parser.add_argument("--steps", type=int, default=30, help="steps before the checkpoint")
     parser.add_argument("--out", default="runs/demo", help="folder for records, plot and data")
     args = parser.parse_args()
     if args.steps < TAIL:
@@ -263,7 +263,8 @@ def print_table(results: list[Result], baseline: str) -> None:
             f"{result.peak_memory / 2**20:.0f} MiB",
             "identical",
         )
-    Console().print(table)
+    # A pipe has no width of its own; the table needs this much.
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
 
 
 def plot(results: list[Result], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every bit of quantize() against vectors made by Transformer Engine's and FlashInfer's references."""
+"""Every bit of quantize() against vectors of Transformer Engine's and FlashInfer's references."""
 
 import json
 import struct

@@ -38,7 +38,8 @@ def test_unpack_inverts_pack(shape):
 
 @pytest.mark.parametrize("shape", [(130, 5), (1, 1), (128, 4), (256, 12), (5, 9)])
 def test_every_scale_lies_where_the_formula_says(shape):
-    # Prevents: sizes taken unpadded in the offset (K=80 has 5 columns, the buffer 8), padding unwritten.
+    # Prevents: sizes taken unpadded in the offset (K=80 has 5 columns, the buffer 8), padding
+    # unwritten.
     num_rows, num_cols = shape
     scales = _scales(*shape)
     swizzled = swizzle_scales(scales)
@@ -48,7 +49,9 @@ def test_every_scale_lies_where_the_formula_says(shape):
     expected = [0] * len(flat)
     for r in range(num_rows):
         for c in range(num_cols):
-            offset = ((r // 128 * tile_cols + c // 4) * 32 + r % 32) * 16 + r % 128 // 32 * 4 + c % 4
+            offset = (
+                ((r // 128 * tile_cols + c // 4) * 32 + r % 32) * 16 + r % 128 // 32 * 4 + c % 4
+            )
             expected[offset] = scales[r, c].item()
     assert flat == expected
     assert torch.equal(unswizzle_scales(swizzled, num_rows, num_cols), scales)
@@ -101,7 +104,8 @@ def test_expand_groups_skips_empty_groups(splits):
 
 
 def test_pad_groups():
-    # Prevents: rows that land in a neighbour's padding, padding that is not zero, an empty group that grows.
+    # Prevents: rows that land in a neighbour's padding, padding that is not zero, an empty group
+    # that grows.
     x = torch.arange(1, 13).float().reshape(6, 2)
     padded, offsets = pad_groups(x, torch.tensor([0, 1, 1, 6, 6]), 4)
     assert offsets.tolist() == [0, 4, 4, 12, 12]

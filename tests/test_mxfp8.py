@@ -12,8 +12,8 @@ NUM_AMAX = 0x7F80  # non-negative finite BF16 values, by bit pattern
 def _expected_exponent(bits: int) -> int:
     """Biased exponent of the power of two at or above RN32(amax / 448), from the amax's BF16 bits.
 
-    amax = m * 2^p exactly; fp32(1/448) = 0x924925 * 2^-32. FP32 keeps 24 bits of the product, and none
-    below 2^-149. 0 and all up to 2^-127 give 0.
+    amax = m * 2^p exactly; fp32(1/448) = 0x924925 * 2^-32. FP32 keeps 24 bits of the product, and
+    none below 2^-149. 0 and all up to 2^-127 give 0.
     """
     field, fraction = bits >> 7, bits & 0x7F
     mantissa, power = (fraction, -133) if field == 0 else (fraction | 0x80, field - 134)
@@ -54,11 +54,11 @@ def test_e8m0_rounds_up():
 
 
 def test_blocks_worked_by_hand():
-    """Prevents: a scale of another direction, blocks of another size, a rounding that is not to even.
+    """Prevents: a scale of another direction, blocks of another size, ties away from even.
 
-    Block 0: amax 448, 448 * fp32(1/448) = 1 -> e = 127, codes are E4M3 of the values: 17 (steps of 2
-    there) is a tie between 16 and 18 and goes to 16, 19 to 20. Block 1: amax 1, 1/448 = 2^-8.8 -> e = 119,
-    values times 2^8: 256, 0.3 * 256 = 76.8 -> 80 (steps of 8), decoded 80 / 256.
+    Block 0: amax 448, 448 * fp32(1/448) = 1 -> e = 127, codes are E4M3 of the values: 17 (steps of
+    2 there) is a tie between 16 and 18 and goes to 16, 19 to 20. Block 1: amax 1, 1/448 = 2^-8.8 ->
+    e = 119, values times 2^8: 256, 0.3 * 256 = 76.8 -> 80 (steps of 8), decoded 80 / 256.
     """
     x = torch.zeros(1, 64)
     x[0, :4] = torch.tensor([448.0, 17.0, 19.0, -0.0])
@@ -76,8 +76,9 @@ def test_blocks_worked_by_hand():
 def test_decoded_values_are_within_half_an_e4m3_step():
     """Prevents: a clipped maximum, a code read with its neighbour's scale.
 
-    The scale is at least amax / 448, up to FP32's rounding, so nothing exceeds 448 by more than that; an
-    E4M3 value of 3 mantissa bits is off by at most 1/16 of its power of two, 2^-10 below 2^-6.
+    The scale is at least amax / 448, up to FP32's rounding, so nothing exceeds 448 by more than
+    that; an E4M3 value of 3 mantissa bits is off by at most 1/16 of its power of two, 2^-10 below
+    2^-6.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 128, generator=generator) * 2.0 ** torch.randint(
@@ -107,9 +108,9 @@ def test_rows_are_independent_and_columns_are_the_transpose():
 def test_special_values():
     """Prevents: 0 * Inf in a block of zeros, an Inf that wraps, a NaN that vanishes.
 
-    Zeros: e = 0 and zero codes. Inf: e = 254 and code 448 (0x7E); it decodes to Inf again, beyond FP32.
-    NaN: its code is NaN (0x7F), and the scale comes from the rest. Subnormals: 2^-133 / 448 rounds to
-    a value below 2^-127, e = 0, and 2^-133 * 2^127 = 2^-6 is an E4M3 value.
+    Zeros: e = 0 and zero codes. Inf: e = 254 and code 448 (0x7E); it decodes to Inf again, beyond
+    FP32. NaN: its code is NaN (0x7F), and the scale comes from the rest. Subnormals: 2^-133 / 448
+    rounds to a value below 2^-127, e = 0, and 2^-133 * 2^127 = 2^-6 is an E4M3 value.
     """
     x = torch.zeros(4, 32)
     x[1, 0], x[1, 1] = float("inf"), 1.0

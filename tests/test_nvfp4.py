@@ -1,7 +1,10 @@
-"""quant/nvfp4.py: worked values, rounding tables, invariances, error bound, special values, refusals."""
+"""quant/nvfp4.py: worked values, rounding tables, invariances, error bound, special values,
+refusals.
+"""
 
 from bisect import bisect_left
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 import torch
@@ -80,8 +83,8 @@ def matrices(draw, max_rows: int = 5, exponents: int = 20):
 def test_a_block_worked_by_hand():
     """Prevents: a rounding step, a nibble order or a code table other than the format's.
 
-    amax 6: S_enc = 2688 / 6 = 448, S_dec = RN(1/448). First block: amax_b = 6, s_b = e4m3(6 * 448/6) = 448
-    and the multiplier 1 / (448 * S_dec) is 1, so codes are the values rounded to E2M1.
+    amax 6: S_enc = 2688 / 6 = 448, S_dec = RN(1/448). First block: amax_b = 6, s_b = e4m3(6 *
+    448/6) = 448 and the multiplier 1 / (448 * S_dec) is 1, so codes are the values rounded to E2M1.
     Second block: amax_b = 1, s_b = e4m3(74.67) = 72 (E4M3 has steps of 8 there), the multiplier is
     448 / 72 = 6.22: 1 -> 6.22 -> 6, 0.5 -> 3.11 -> 3, 0.375 -> 2.33 -> 2, 0.125 -> 0.78 -> 1, and
     decoded 6 * 72 / 448 = 0.9643, 3 * 72 / 448 = 0.4821 and so on.
@@ -107,8 +110,8 @@ def test_four_over_six_worked_by_hand():
     """Prevents: choosing the candidate with the larger error, or scaling to 4 by another factor.
 
     E = 256, amax 6: S_enc = 256, base 256, so s6 = 256 (byte 0x78) and s4 = 384 (0x7C).
-    Row [6, 4.5 x 15]: at 256 4.5 falls to 4 (error 0.5 each); at 384 the values become 4 and 3, exact.
-    Row [6, 1 x 15]: at 256 exact; at 384 1 becomes 0.67, rounds to 0.5 and decodes to 0.75.
+    Row [6, 4.5, ...]: at 256 4.5 falls to 4, error 0.5 each; at 384 they become 4 and 3, exact.
+    Row [6, 1, ...]: at 256 exact; at 384 1 becomes 0.67, rounds to 0.5 and decodes to 0.75.
     """
     x = torch.tensor([[6] + [4.5] * 15, [6] + [1] * 15], dtype=torch.bfloat16)
     for error in ("strict", "fast"):
@@ -154,12 +157,10 @@ def test_e2m1_next_to_a_tie(tie):
 def test_e4m3_at_every_boundary():
     # Prevents: double rounding, NaN bytes from 465 up (torch's own cast), subnormals flushed.
     values = [float(v) for v in E4M3]
-    middles = [(a + b) / 2 for a, b in zip(values, values[1:], strict=False)]
+    middles = [(a + b) / 2 for a, b in pairwise(values)]
     x = torch.tensor(values + middles + [464.0, 465.0, 480.0, 1e9, 3e38, float("inf")])
     x = torch.cat((x, torch.nextafter(x, torch.zeros_like(x)), torch.nextafter(x, x + 1)))
-    expected = [
-        nearest_even(Fraction(v), E4M3) if v != float("inf") else 0x7E for v in x.tolist()
-    ]
+    expected = [nearest_even(Fraction(v), E4M3) if v != float("inf") else 0x7E for v in x.tolist()]
     assert encode_e4m3(x).view(torch.uint8).tolist() == expected
 
 
@@ -204,7 +205,7 @@ def test_grouped_equals_each_group_alone(x, cuts):
     offsets = torch.tensor(bounds)
     for spec in (TENSOR, TOKEN, FOUR_SIX):
         grouped = quantize_grouped(x, offsets, spec)
-        alone = [quantize(x[a:b], spec) for a, b in zip(bounds, bounds[1:], strict=False)]
+        alone = [quantize(x[a:b], spec) for a, b in pairwise(bounds)]
         assert torch.equal(grouped.codes, torch.cat([qt.codes for qt in alone]))
         assert torch.equal(scale_bytes(grouped), torch.cat([scale_bytes(qt) for qt in alone]))
         assert torch.equal(grouped.amax, torch.cat([qt.amax for qt in alone]))
@@ -244,7 +245,9 @@ def test_dtype_and_strides_do_not_matter(spec):
     assert same(quantize(x.t().contiguous().t(), spec), expected)
     half = x.half()  # BF16 normals between 2^-14 and 65504 with 8 bits fit FP16
     exact = half.float() == x.float()
-    assert same(quantize(torch.where(exact, half, 0), spec), quantize(torch.where(exact, x, 0), spec))
+    assert same(
+        quantize(torch.where(exact, half, 0), spec), quantize(torch.where(exact, x, 0), spec)
+    )
 
 
 # --- how large an error can be ----------------------------------------------------------------
@@ -255,11 +258,11 @@ def test_dtype_and_strides_do_not_matter(spec):
 def test_dequantisation_error_bound(x):
     """Prevents: clipping, a wrong scale, a code read with another row's scale.
 
-    In units of u = s_b * S_dec the codes reach 6 and leave gaps of at most 2 (4 to 6), so up to 6 the
-    error is at most 1 unit. Above 6 it is |x| - 6 u <= amax_b - 6 u = 6 S_dec (base - s_b), where base is
-    amax_b S_enc / 6 before E4M3. Rounding to E4M3 moves base by at most half a step: s_b / 16, or 2^-10
-    among subnormals. With four-over-six the larger scale leaves values below 6 units. FP32 roundings
-    add a few 2^-24, the result itself one.
+    In units of u = s_b * S_dec the codes reach 6 and leave gaps of at most 2 (4 to 6), so up to 6
+    the error is at most 1 unit. Above 6 it is |x| - 6 u <= amax_b - 6 u = 6 S_dec (base - s_b),
+    where base is amax_b S_enc / 6 before E4M3. Rounding to E4M3 moves base by at most half a step:
+    s_b / 16, or 2^-10 among subnormals. With four-over-six the larger scale leaves values below 6
+    units. FP32 roundings add a few 2^-24, the result itself one.
     """
     for spec in SPECS:
         qt = quantize(x, spec)
@@ -271,13 +274,16 @@ def test_dequantisation_error_bound(x):
 
 
 def test_given_amax_is_used():
-    # Prevents: shards of one matrix with different outer scales because the reduced amax is dropped.
+    # Prevents: shards of one matrix with different outer scales because the reduced amax is
+    # dropped.
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
     whole = quantize(x, TENSOR)
     left = quantize(x[:, :32], TENSOR, amax=whole.amax)
     right = quantize(x[:, 32:], TENSOR, amax=whole.amax)
     assert torch.equal(torch.cat((left.codes, right.codes), 1), whole.codes)
-    assert not same(left, quantize(x[:, :32], TENSOR)) or not same(right, quantize(x[:, 32:], TENSOR))
+    assert not same(left, quantize(x[:, :32], TENSOR)) or not same(
+        right, quantize(x[:, 32:], TENSOR)
+    )
     rows = quantize(x, TOKEN)
     half = quantize(x[:, :32], TOKEN, amax=rows.amax)
     assert torch.equal(half.codes, rows.codes[:, :16])
@@ -368,8 +374,9 @@ def test_inf_saturates_its_row_only():
 def test_both_ends_of_fp32():
     """Prevents: clipping of large rows, flush to zero of small ones.
 
-    1e-38: S_enc is capped at FLT_MAX, S_dec = 2.9387e-39, s_b = e4m3(1e-38 * FLT_MAX / 6 = 0.567) = 0.5625,
-    the multiplier is capped too, 1e-38 * FLT_MAX = 3.4 -> 3, and 3 * 0.5625 * S_dec = 4.96e-39.
+    1e-38: S_enc is capped at FLT_MAX, S_dec = 2.9387e-39, s_b = e4m3(1e-38 * FLT_MAX / 6 = 0.567) =
+    0.5625, the multiplier is capped too, 1e-38 * FLT_MAX = 3.4 -> 3, and 3 * 0.5625 * S_dec =
+    4.96e-39.
     """
     x = torch.zeros(3, 16)
     x[0, 0], x[1, 0], x[2, 0] = 1e4, 3e38, 1e-38

@@ -1,7 +1,7 @@
 // The loops of the CPU kernels, compiled once per instruction set, and the choice between them.
 //
-// All of them are plain loops over numerics.h in kernels_impl.h, so that every instruction set gives the
-// same bits; only the transposition of a tile differs.
+// All of them are plain loops over numerics.h in kernels_impl.h, so that every instruction set
+// gives the same bits; only the transposition of a tile differs.
 #pragma once
 
 #include <cstdint>

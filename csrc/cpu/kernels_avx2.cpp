@@ -16,13 +16,13 @@ namespace {
 
 constexpr int kLanes = 8;
 
-#include "transpose_avx2.h"
-
 #include "kernels_impl.h"
+#include "transpose_avx2.h"
 
 }  // namespace
 
-const CpuKernels kAvx2Kernels = {"avx2", amax, quantize, dequantize, quantize_mxfp8, dequantize_mxfp8};
+const CpuKernels kAvx2Kernels = {"avx2",     amax,           quantize,
+                                 dequantize, quantize_mxfp8, dequantize_mxfp8};
 
 }  // namespace megatron_nvfp4
 

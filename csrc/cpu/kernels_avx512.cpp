@@ -5,7 +5,8 @@
 #include "kernels.h"
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2"))), \
+                             apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2")
@@ -16,13 +17,13 @@ namespace {
 
 constexpr int kLanes = 16;
 
-#include "transpose_avx2.h"
-
 #include "kernels_impl.h"
+#include "transpose_avx2.h"
 
 }  // namespace
 
-const CpuKernels kAvx512Kernels = {"avx512", amax, quantize, dequantize, quantize_mxfp8, dequantize_mxfp8};
+const CpuKernels kAvx512Kernels = {"avx512",   amax,           quantize,
+                                   dequantize, quantize_mxfp8, dequantize_mxfp8};
 
 }  // namespace megatron_nvfp4
 

@@ -18,7 +18,7 @@ NVFP4_FN void transpose8(const uint8_t* rows, int row_bytes, uint32_t* out) {
 
 }  // namespace
 
-const CpuKernels kDefaultKernels = {"default",      amax,           quantize, dequantize,
-                                    quantize_mxfp8, dequantize_mxfp8};
+const CpuKernels kDefaultKernels = {"default",  amax,           quantize,
+                                    dequantize, quantize_mxfp8, dequantize_mxfp8};
 
 }  // namespace megatron_nvfp4

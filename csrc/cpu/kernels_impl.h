@@ -1,8 +1,10 @@
-// Included once per instruction set, inside namespace megatron_nvfp4 and an unnamed namespace, after the
-// compiler was told the instruction set and after kLanes and transpose8 were defined:
-//   kLanes                                   blocks worked on at once, a multiple of 8
-//   transpose8(words, num_words, out)        out[j][l] = words[l * num_words + j] for j, l in 0..7
-// It includes nothing, so that no shared inline function is compiled for an instruction set.
+// Included once per instruction set, inside namespace megatron_nvfp4 and an unnamed namespace,
+// after the compiler was told the instruction set. The including file defines kLanes, the number of
+// blocks worked on at once (a multiple of 8), and transpose8. This file includes nothing, so that
+// no shared inline function is compiled for an instruction set.
+
+// out[j * kLanes + l] = word j of row l, for j, l in 0..7; out is aligned to 32 bytes.
+NVFP4_FN void transpose8(const uint8_t* rows, int row_bytes, uint32_t* out);
 
 // One element to FP32, exact, from the low 16 bits of a word or from a whole word.
 NVFP4_FN float float_of_bfloat16(uint32_t bits) { return float_of(bits << 16); }
@@ -78,8 +80,8 @@ float amax(const void* x, InputType type, int64_t num) {
   }
 }
 
-// kLanes blocks of 16 elements with the block as the inner index: every step of the format then is one
-// operation over the lanes, also the maximum and the sums within a block.
+// kLanes blocks of 16 elements with the block as the inner index: every step of the format then is
+// one operation over the lanes, also the maximum and the sums within a block.
 struct alignas(64) Tile {
   float x[kBlock][kLanes];
 };

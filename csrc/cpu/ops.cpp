@@ -96,8 +96,9 @@ std::vector<int64_t> row_bounds(const std::optional<Tensor>& offsets, int64_t nu
                     " do not rise from 0 to M=", num_rows);
   const bool whole =
       std::all_of(bounds.begin(), bounds.end(), [&](int64_t b) { return b % block_rows == 0; });
-  TORCH_CHECK_VALUE(whole, "quantize_nvfp4: offsets ", at::IntArrayRef(bounds),
-                    " cut 16x16 tiles; pad every group to a multiple of 16 rows or use 1x16 blocks");
+  TORCH_CHECK_VALUE(
+      whole, "quantize_nvfp4: offsets ", at::IntArrayRef(bounds),
+      " cut 16x16 tiles; pad every group to a multiple of 16 rows or use 1x16 blocks");
   return bounds;
 }
 
@@ -118,10 +119,9 @@ Tensor group_amax(const Tensor& x, const std::vector<int64_t>& bounds, InputType
 }
 
 Tensor checked_amax(const Tensor& amax, int64_t num) {
-  TORCH_CHECK_VALUE(
-      amax.dim() == 1 && amax.size(0) == num && amax.scalar_type() == at::kFloat,
-      "quantize_nvfp4: amax is ", amax.scalar_type(), " ", amax.sizes(), "; give float32 (", num,
-      ",), one for each tensor, group or token");
+  TORCH_CHECK_VALUE(amax.dim() == 1 && amax.size(0) == num && amax.scalar_type() == at::kFloat,
+                    "quantize_nvfp4: amax is ", amax.scalar_type(), " ", amax.sizes(),
+                    "; give float32 (", num, ",), one for each tensor, group or token");
   return amax.clone(at::MemoryFormat::Contiguous);
 }
 
@@ -147,11 +147,13 @@ std::tuple<Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& input,
   const Tensor x = checked_matrix("quantize_nvfp4", input, kBlock);
   const InputType type = type_of("quantize_nvfp4", x.scalar_type());
   TORCH_CHECK_VALUE(block_rows == 1 || (block_rows == kBlock && !per_token),
-                    "quantize_nvfp4: block_rows=", block_rows, "; give 1, or 16 with per_token=False");
+                    "quantize_nvfp4: block_rows=", block_rows,
+                    "; give 1, or 16 with per_token=False");
   TORCH_CHECK_VALUE(e4m3_max == 448 || e4m3_max == 256, "quantize_nvfp4: e4m3_max=", e4m3_max,
                     "; give 448 or 256");
   TORCH_CHECK_VALUE(four_over_six >= 0 && four_over_six <= 2,
-                    "quantize_nvfp4: four_over_six=", four_over_six, "; give 0 (off), 1 (mae), 2 (mse)");
+                    "quantize_nvfp4: four_over_six=", four_over_six,
+                    "; give 0 (off), 1 (mae), 2 (mse)");
   const int64_t num_rows = x.size(0), num_cols = x.size(1);
   Tensor codes = at::empty({num_rows, num_cols / 2}, x.options().dtype(at::kByte));
   Tensor scales = at::empty({num_rows, num_cols / kBlock}, x.options().dtype(at::kFloat8_e4m3fn));
@@ -166,8 +168,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& input,
   if (!per_token) {
     const std::vector<int64_t> bounds = row_bounds(offsets, num_rows, block_rows);
     const int64_t num_groups = static_cast<int64_t>(bounds.size()) - 1;
-    Tensor amax =
-        given_amax ? checked_amax(*given_amax, num_groups) : group_amax(x, bounds, type);
+    Tensor amax = given_amax ? checked_amax(*given_amax, num_groups) : group_amax(x, bounds, type);
     quantize_rows(args, num_rows, block_rows, bounds, amax.const_data_ptr<float>());
     return {codes, scales, amax};
   }
@@ -183,10 +184,10 @@ std::tuple<Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& input,
 
 void check_quantized(const char* op, const Tensor& codes, const Tensor& scales,
                      at::ScalarType codes_type, at::ScalarType scales_type, int64_t block_bytes) {
-  TORCH_CHECK_VALUE(codes.dim() == 2 && codes.scalar_type() == codes_type &&
-                        codes.size(1) % block_bytes == 0,
-                    op, ": codes are ", codes.scalar_type(), " ", codes.sizes(), "; give ",
-                    codes_type, " with whole blocks of ", block_bytes, " bytes");
+  TORCH_CHECK_VALUE(
+      codes.dim() == 2 && codes.scalar_type() == codes_type && codes.size(1) % block_bytes == 0, op,
+      ": codes are ", codes.scalar_type(), " ", codes.sizes(), "; give ", codes_type,
+      " with whole blocks of ", block_bytes, " bytes");
   TORCH_CHECK_VALUE(scales.dim() == 2 && scales.scalar_type() == scales_type &&
                         scales.size(0) == codes.size(0) &&
                         scales.size(1) == codes.size(1) / block_bytes,

@@ -1,11 +1,12 @@
-// A block of 16 elements to codes and scale: the fast functions for ordinary blocks, numerics.h for all.
+// A block of 16 elements to codes and scale: the fast functions for ordinary blocks, numerics.h for
+// all.
 #pragma once
 
 #include "fast_block.h"
 #include "input.cuh"
 #include "quantize.h"
 
-namespace megatron_nvfp4 {
+namespace megatron_nvfp4::cuda {
 
 // How the scale of a block is chosen: by its amax, or by four-over-six with one of the errors.
 template <FourOverSix metric_, bool fast_>
@@ -26,14 +27,15 @@ NVFP4_DEVICE Divisor error_divisor(int e4m3_max) {
   return {value, reciprocal(value)};
 }
 
-// Codes of a block under one scale (first element in the lowest nibble of x), and the error they make.
+// Codes of a block under one scale (first element in the lowest nibble of x), and the error they
+// make.
 struct Candidate {
   uint2 codes;
   float error;
 };
 
-// By numerics.h, for any input: elements x[0], x[stride], ... in global or shared memory. Not inlined: it
-// would cost the fast path its registers.
+// By numerics.h, for any input: elements x[0], x[stride], ... in global or shared memory. Not
+// inlined: it would cost the fast path its registers.
 template <class T>
 __device__ __noinline__ Candidate encode_any(const void* x, int64_t stride, float scale,
                                              Outer outer, FourOverSix metric, bool fast,
@@ -82,9 +84,9 @@ NVFP4_DEVICE void encode_two(const uint32_t (&words)[T::kWords], const float (&s
         const float y = multiply(x, multiplier[k]);
         const float r = negated_e2m1(y);
         q[k][i] = signed_e2m1(y, r);
-        out[k].error = add(out[k].error, fast_error_term<C::metric, C::fast>(
-                                             r, scale64[k], x, x_scaled, outer, divisor.value,
-                                             divisor.inverse));
+        out[k].error =
+            add(out[k].error, fast_error_term<C::metric, C::fast>(r, scale64[k], x, x_scaled, outer,
+                                                                  divisor.value, divisor.inverse));
       }
     }
 #pragma unroll
@@ -98,9 +100,10 @@ NVFP4_DEVICE void encode_two(const uint32_t (&words)[T::kWords], const float (&s
 template <class C>
 NVFP4_DEVICE void choose_scales(float block_amax, const Outer& outer, uint32_t (&codes)[2]) {
   if constexpr (C::two) {
-    // An amax too small for the fast division gets scale 0 either way.
-    const float base = outer.ordinary ? multiply(fast_divide(block_amax, kE2m1Max, kSixth), outer.s_enc)
-                                      : four_over_six_base(block_amax, outer.s_enc);
+    // An amax too small for the fast division gets scale 0 either way; Inf, 448 as FLT_MAX does.
+    const float sixth = fast_divide(smaller(block_amax, kFltMax), kE2m1Max, kSixth);
+    const float base =
+        outer.ordinary ? multiply(sixth, outer.s_enc) : four_over_six_base(block_amax, outer.s_enc);
     codes[0] = scale_by_six(base);
     codes[1] = scale_by_four(base);
   } else {
@@ -172,4 +175,4 @@ NVFP4_DEVICE float outer_amax(const QuantizeArgs& args, int64_t row, int lane, i
   }
 }
 
-}  // namespace megatron_nvfp4
+}  // namespace megatron_nvfp4::cuda

@@ -1,15 +1,15 @@
 // The arithmetic of numerics.h made cheap for ordinary data, with the same bits.
 //
-// Each function names the inputs for which it equals its counterpart in numerics.h; check_numerics.cu
-// compares them over all such inputs. What lies outside goes through numerics.h itself. Host code can
-// include this file, too, to compare on a machine without a GPU.
+// Each function names the inputs for which it equals its counterpart in numerics.h;
+// check_numerics.cu compares them over all such inputs. What lies outside goes through numerics.h
+// itself. Host code can include this file, too, to compare on a machine without a GPU.
 #pragma once
 
 #include <cmath>
 
 #include "../numerics.h"
 
-namespace megatron_nvfp4 {
+namespace megatron_nvfp4::cuda {
 
 // Elements are scaled by 2^-6 so that a rounded one is a float whose E4M3 bits hold its E2M1 code.
 constexpr float kCodeScale = 0.015625f;
@@ -42,7 +42,8 @@ NVFP4_FN float smaller(float a, float b) {
 #endif
 }
 
-// reciprocal(x) for exponent fields 3..251, NaN for 0: one Newton step on the hardware's approximation.
+// reciprocal(x) for exponent fields 3..251, NaN for 0: one Newton step on the hardware's
+// approximation.
 NVFP4_FN float fast_reciprocal(float x) {
 #if defined(__CUDA_ARCH__)
   float y;
@@ -53,8 +54,9 @@ NVFP4_FN float fast_reciprocal(float x) {
   return fused(y, fused(-x, y, 1.0f), y);
 }
 
-// divide(x, divisor) for divisor 6, 6 * 256 or 6 * 448 and |x| > 1e-35 or 0; inverse is RN(1 / divisor).
-// The remainder of the first quotient is exact, and corrects it.
+// divide(x, divisor) for divisor 6 and |x| > 1e-35, for 6 * 256 and 6 * 448 and |x| > 1e-31, and
+// for 0 but its sign; inverse is RN(1 / divisor). The remainder of the first quotient is exact, and
+// corrects it.
 NVFP4_FN float fast_divide(float x, float divisor, float inverse) {
   const float q = multiply(x, inverse);
   return fused(fused(-divisor, q, x), inverse, q);
@@ -62,14 +64,15 @@ NVFP4_FN float fast_divide(float x, float divisor, float inverse) {
 
 // -q * 2^-6 with q the E2M1 value nearest to y * 2^6, for |y| < 7 * 2^-6; a zero has either sign.
 //
-// Above 1 the subtractions of c = |y| * 2^22 + y leave the two leading bits of y, rounded to even; below,
-// c is the constant that leaves multiples of 1/2. A NaN stays NaN.
+// Above 1 the subtractions of c = |y| * 2^22 + y leave the two leading bits of y, rounded to even;
+// below, c is the constant that leaves multiples of 1/2. A NaN stays NaN.
 NVFP4_FN float negated_e2m1(float y) {
   const float c = larger(fused(absolute(y), 4194304.0f, y), 1.5f * 4194304.0f * kCodeScale);
   return subtract(subtract(c, y), c);
 }
 
-// q * 2^-6 with the sign of y on a zero; r = negated_e2m1(y). The sum rounds back to q unless q is zero.
+// q * 2^-6 with the sign of y on a zero; r = negated_e2m1(y). The sum rounds back to q unless q is
+// zero.
 NVFP4_FN float signed_e2m1(float y, float r) { return fused(y, 9.313225746154785e-10f, -r); }
 
 // E4M3 bits of two floats, the first in the low byte.
@@ -138,13 +141,14 @@ NVFP4_FN float fast_multiplier(float scale, float s_dec) {
   return smaller(fast_reciprocal(z), kFltMax * kCodeScale);
 }
 
-// Whether the fast functions may encode a block: none of its elements reaches 7. Only a block whose scale
-// is subnormal or was made for a smaller amax can.
+// Whether the fast functions may encode a block: none of its elements reaches 7. Only a block whose
+// scale is subnormal or was made for a smaller amax can.
 NVFP4_FN bool is_ordinary(float block_amax, float multiplier) {
   return multiply(block_amax, multiplier) < 6.99f * kCodeScale;
 }
 
-// One element's term of a four-over-six error; r = negated_e2m1. strict needs inverse = RN(1 / divisor).
+// One element's term of a four-over-six error; r = negated_e2m1. strict needs inverse = RN(1 /
+// divisor).
 template <FourOverSix metric, bool fast>
 NVFP4_FN float fast_error_term(float r, float scale64, float x, float x_scaled, const Outer& outer,
                                float divisor, float inverse) {
@@ -158,4 +162,4 @@ NVFP4_FN float fast_error_term(float r, float scale64, float x, float x_scaled, 
   return error_term(difference, metric);
 }
 
-}  // namespace megatron_nvfp4
+}  // namespace megatron_nvfp4::cuda

@@ -3,7 +3,7 @@
 
 #include "encode_block.cuh"
 
-namespace megatron_nvfp4 {
+namespace megatron_nvfp4::cuda {
 namespace {
 
 constexpr int kWarps = 4;
@@ -46,7 +46,8 @@ NVFP4_DEVICE void raise(float* amax, float value) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kWarps * 32) find_amax_kernel(const __grid_constant__ Segments s) {
+__global__ void __launch_bounds__(kWarps * 32)
+    find_amax_kernel(const __grid_constant__ Segments s) {
   const int lane = threadIdx.x % 32;
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32) * s.run;
   const int64_t last = min(first + s.run, s.num_segments);
@@ -70,17 +71,25 @@ __global__ void __launch_bounds__(kWarps * 32) find_amax_kernel(const __grid_con
 
 cudaError_t find_amax(const QuantizeArgs& args, cudaStream_t stream) {
   const int64_t row_blocks = args.num_cols / kBlock;
-  Segments s = {args.x, args.num_rows, row_blocks, args.num_rows * row_blocks, 1,
+  Segments s = {args.x,
+                args.num_rows,
+                row_blocks,
+                args.num_rows * row_blocks,
+                1,
                 args.source == AmaxSource::kGroup ? args.offsets : nullptr,
                 args.source == AmaxSource::kGroup ? args.num_groups : 1,
-                args.source == AmaxSource::kRow, args.amax};
+                args.source == AmaxSource::kRow,
+                args.amax};
   if (args.source == AmaxSource::kTensor) {
     s.blocks_per_segment = 32 * kLoads;
     s.num_segments = (s.num_blocks + s.blocks_per_segment - 1) / s.blocks_per_segment;
   }
-  if (!s.each) {
-    const cudaError_t status = cudaMemsetAsync(args.amax, 0, s.num_groups * sizeof(float), stream);
+  const int64_t num_amax = s.each ? args.num_rows : s.num_groups;
+  if (!s.each || s.num_blocks == 0) {
+    const cudaError_t status = cudaMemsetAsync(args.amax, 0, num_amax * sizeof(float), stream);
     if (status != cudaSuccess) return status;
+  }
+  if (!s.each) {
     // Runs spare atomics where there are more segments than the GPU has warps for.
     s.run = static_cast<int>(std::clamp<int64_t>(s.num_segments / 8192, 1, 32));
   }
@@ -100,4 +109,4 @@ cudaError_t find_amax(const QuantizeArgs& args, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-}  // namespace megatron_nvfp4
+}  // namespace megatron_nvfp4::cuda

@@ -6,7 +6,7 @@
 
 #include "../numerics.h"
 
-namespace megatron_nvfp4 {
+namespace megatron_nvfp4::cuda {
 
 #define NVFP4_DEVICE static __device__ __forceinline__
 
@@ -96,7 +96,8 @@ NVFP4_DEVICE void load_block(const uint4* p, bool valid, uint32_t (&words)[T::kW
   }
 }
 
-// Maximum over lanes of non-negative values, whose bits order like the values; width is a power of two.
+// Maximum over lanes of non-negative values, whose bits order like the values; width is a power of
+// two.
 NVFP4_DEVICE float max_over_lanes(float x, int width) {
 #if __CUDA_ARCH__ >= 800
   if (width == 32) return float_of(__reduce_max_sync(0xFFFFFFFFu, bits_of(x)));
@@ -107,8 +108,9 @@ NVFP4_DEVICE float max_over_lanes(float x, int width) {
   return x;
 }
 
-// Index of the row group that holds `row`: the number of groups that end at or before it. The lanes of
-// an aligned run of `width`, all with the same row, search together. num_groups if no group holds it.
+// Index of the row group that holds `row`: the number of groups that end at or before it. The lanes
+// of an aligned run of `width`, all with the same row, search together. num_groups if no group
+// holds it.
 NVFP4_DEVICE int find_group(const int64_t* offsets, int num_groups, int64_t row, int lane,
                             int width) {
   int before = 0;
@@ -119,4 +121,4 @@ NVFP4_DEVICE int find_group(const int64_t* offsets, int num_groups, int64_t row,
   return before;
 }
 
-}  // namespace megatron_nvfp4
+}  // namespace megatron_nvfp4::cuda

@@ -1,4 +1,5 @@
-// The NVFP4 quantisation kernels, as the operators call them. No torch here: the kernels compile without it.
+// The NVFP4 quantisation kernels, as the operators call them. No torch here: the kernels compile
+// without it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,11 +8,12 @@
 
 #include "../numerics.h"
 
-namespace megatron_nvfp4 {
+namespace megatron_nvfp4::cuda {
 
 enum class InputType : int { kBFloat16, kHalf, kFloat };
 
-// Whose amax a row is encoded under: its own, found on the way; or a given row's, tensor's or group's.
+// Whose amax a row is encoded under: its own, found on the way; or a given row's, tensor's or
+// group's.
 enum class AmaxSource : int { kSelf, kRow, kTensor, kGroup };
 
 // All matrices are contiguous and 16-byte aligned; optional ones are null.
@@ -41,17 +43,18 @@ int max_cols_on_chip(const QuantizeArgs& args);
 // 1x16 blocks.
 cudaError_t quantize_rows(const QuantizeArgs& args, cudaStream_t stream);
 
-// 16x16 blocks; any source but kSelf and kRow. With codes_t, num_rows is a multiple of 16. Scales of a
-// group whose rows are not whole tiles are set to NaN.
+// 16x16 blocks; any source but kSelf and kRow. With codes_t, num_rows is a multiple of 16. Scales
+// of a group whose rows are not whole tiles are set to NaN.
 cudaError_t quantize_tiles(const QuantizeArgs& args, cudaStream_t stream);
 
-// Fills args.amax for its source: of every row, of the tensor, of every group (0 if it is empty). NaN does
-// not take part. Deterministic: maxima do not depend on order.
+// Fills args.amax for its source: of every row, of the tensor, of every group (0 if it is empty).
+// NaN does not take part. Deterministic: maxima do not depend on order.
 cudaError_t find_amax(const QuantizeArgs& args, cudaStream_t stream);
 
-// Adds up where fast_block.h and the hardware's conversions differ from numerics.h, over all 2^32 floats
-// where that is the domain: rounding to E2M1, reciprocal, the three divisions, E4M3, hardware E2M1.
+// Adds up where fast_block.h and the hardware's conversions differ from numerics.h, over all 2^32
+// floats where that is the domain: rounding to E2M1, reciprocal, the three divisions, E4M3,
+// hardware E2M1.
 constexpr int kNumericsChecks = 7;
 cudaError_t check_numerics(int64_t* counts, cudaStream_t stream);
 
-}  // namespace megatron_nvfp4
+}  // namespace megatron_nvfp4::cuda

@@ -1,6 +1,6 @@
 #include "quantize_rows.cuh"
 
-namespace megatron_nvfp4 {
+namespace megatron_nvfp4::cuda {
 
 // quantize_rows_strict.cu, quantize_rows_fast.cu
 cudaError_t quantize_rows_strict(const QuantizeArgs& args, cudaStream_t stream);
@@ -19,4 +19,4 @@ cudaError_t quantize_rows(const QuantizeArgs& args, cudaStream_t stream) {
   return (args.fast_error ? quantize_rows_fast : quantize_rows_strict)(args, stream);
 }
 
-}  // namespace megatron_nvfp4
+}  // namespace megatron_nvfp4::cuda

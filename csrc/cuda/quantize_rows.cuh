@@ -1,12 +1,13 @@
-// 1x16 blocks. A row is held in registers by 4 to 512 threads, 2 or 4 blocks each, so that its amax and its
-// codes take one pass over the input. Bound by memory without four-over-six, by issue with it.
+// 1x16 blocks. A row is held in registers by 4 to 512 threads, 2 or 4 blocks each, so that its amax
+// and its codes take one pass over the input. Bound by memory without four-over-six, by issue with
+// it.
 #pragma once
 
 #include <algorithm>
 
 #include "encode_block.cuh"
 
-namespace megatron_nvfp4 {
+namespace megatron_nvfp4::cuda {
 
 template <class T, class C>
 struct RowsConfig {
@@ -16,7 +17,8 @@ struct RowsConfig {
   static constexpr int kThreads = 128;
 };
 
-// Largest amax among the threads of a row; every warp belongs to one row if a row has more than one.
+// Largest amax among the threads of a row; every warp belongs to one row if a row has more than
+// one.
 NVFP4_DEVICE float row_amax(float amax, float* warp_amax) {
   const int row_threads = blockDim.x;
   amax = max_over_lanes(amax, min(row_threads, 32));
@@ -124,4 +126,4 @@ cudaError_t launch_rows_of_type(const QuantizeArgs& args, cudaStream_t stream) {
   }
 }
 
-}  // namespace megatron_nvfp4
+}  // namespace megatron_nvfp4::cuda

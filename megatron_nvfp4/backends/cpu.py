@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_nvfp4.quant import MXFP8Tensor, QuantizedTensor
-from megatron_nvfp4.recipes import MXFP8, Format, NVFP4Spec, format_needs
+from megatron_nvfp4.recipes import MXFP8, Format, NVFP4Spec
 
 from . import Operand, ops
 from .extension import why_not_cpu
@@ -29,8 +29,6 @@ class CpuBackend(ReferenceBackend):
         shape: Sequence[int] | None = None,
         device: torch.device | str | None = None,
     ) -> str | None:
-        if not any(format_needs(spec) for spec in formats):
-            return "no operand is quantised; torch multiplies these faster"
         if device is not None and torch.device(device).type != "cpu":
             return f"it works on CPU tensors, these are on {device}; use backend='cuda'"
         return super().why_not(op, formats, shape, device) or why_not_cpu()

@@ -22,8 +22,8 @@ def quantize_nvfp4(
 ) -> QuantizedTensor:
     """quant.quantize, or with offsets (G+1,) quant.quantize_grouped, bit for bit.
 
-    x: (M, K) BF16, FP16 or FP32, of any strides. Raises ValueError for what those functions refuse, and
-    RuntimeError if the extension cannot be used.
+    x: (M, K) BF16, FP16 or FP32, of any strides. Raises ValueError for what those functions refuse,
+    and RuntimeError if the extension cannot be used.
     """
     if spec.rounding != "nearest":
         raise ValueError(f"quantize: {spec} has no kernel here; use rounding='nearest'")

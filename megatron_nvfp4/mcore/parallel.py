@@ -123,6 +123,10 @@ class _ParallelLinear(MegatronLinear, Linear):
             for parameter in self.parameters():
                 parameter.allreduce = True
 
+    def _amax_group(self) -> tuple[torch.distributed.ProcessGroup | None, str | None]:
+        """Megatron's group, also for experts, which are split without communicating themselves."""
+        return (self._tp_group if get_pg_size(self._tp_group) > 1 else None), self.mode
+
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:

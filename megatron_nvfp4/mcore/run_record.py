@@ -13,14 +13,20 @@ PACKAGES = ("megatron-nvfp4", "megatron-core", "torch", "transformer-engine")
 
 
 def install(*, meta: Path | None, steps: Path | None, argv: list[str], on_cpu: bool) -> None:
-    """Hook megatron.training so that rank 0 writes the records it was asked for."""
-    if int(os.environ.get("RANK", "0")) != 0 or (meta is None and steps is None):
+    """Hook megatron.training so that it writes the records it was asked for.
+
+    The first rank writes `meta`; the last one writes `steps`, for it has the loss under pipeline parallelism.
+    """
+    if meta is None and steps is None:
         return
     for path in filter(None, (meta, steps)):
         path.parent.mkdir(parents=True, exist_ok=True)
     from megatron.training import training
 
-    if steps is not None:
+    rank, world = (
+        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1))
+    )
+    if steps is not None and rank == world - 1:
         _log_steps(training, steps)
     if meta is not None:
         _write_meta_after(training, meta, argv, on_cpu)
@@ -53,28 +59,28 @@ def _write_meta_after(training, path: Path, argv: list[str], on_cpu: bool) -> No
 
     @functools.wraps(original)
     def train(forward_step_func, model, *args, **kwargs):
+        import torch.distributed as dist
+
+        # Now, while every rank is here; at the end some may have failed.
+        of_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, layers_of(model))
         try:
             return original(forward_step_func, model, *args, **kwargs)
         finally:
-            write_atomically(path, json.dumps(collect(model, argv, on_cpu), indent=2) + "\n")
+            if dist.get_rank() == 0:
+                layers = {name: layer for part in of_ranks for name, layer in part.items()}
+                record = collect(model, argv, on_cpu)
+                record["layers"] = layers | record["layers"]
+                write_atomically(path, json.dumps(record, indent=2) + "\n")
 
     training.train = train
 
 
-def collect(model, argv: list[str], on_cpu: bool) -> dict:
-    """The record: numerics asked for, recipe of every layer, backends that computed, versions, memory."""
-    import torch
-    from megatron.core.utils import get_attr_wrapped_model
-
-    from megatron_nvfp4 import recipes
-    from megatron_nvfp4.modules import used_backends
-
-    from .arguments import policy_of
+def layers_of(model) -> dict[str, dict[str, str]]:
+    """Recipe and backward of every layer of this rank whose numerics are decided, by model-wide name."""
     from .layer_numerics import MegatronLinear
 
-    config = get_attr_wrapped_model(model[0], "config")
-    policy = policy_of(config)
-    layers = {
+    return {
         module.layer_name: {
             "recipe": module.qlinear_params.recipe.name,
             "backward": module.qlinear_params.recipe.backward,
@@ -83,11 +89,24 @@ def collect(model, argv: list[str], on_cpu: bool) -> dict:
         for module in chunk.modules()
         if isinstance(module, MegatronLinear) and module.qlinear_params is not None
     }
+
+
+def collect(model, argv: list[str], on_cpu: bool) -> dict:
+    """The record of this rank: numerics asked for and taken, backends that computed, versions, memory."""
+    import torch
+    from megatron.core.utils import get_attr_wrapped_model
+
+    from megatron_nvfp4 import recipes
+    from megatron_nvfp4.modules import used_backends
+
+    from .arguments import policy_of
+
+    config = get_attr_wrapped_model(model[0], "config")
     cuda = not on_cpu and torch.cuda.is_available()
     return {
         "transformer_impl": config.transformer_impl,
-        "policy": recipes.describe(policy),
-        "layers": layers,
+        "policy": recipes.describe(policy_of(config)),
+        "layers": layers_of(model),
         "backends": used_backends(),
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else _peak_rss(),

@@ -162,18 +162,22 @@ class Linear(QLinearBase):
             )
         rows = x.reshape(-1, self.in_features)
         offsets = torch.tensor([0, rows.shape[0]], device=rows.device)
-        group = self._communicating_group()
+        amax_group, split = self._amax_group()
         setup = MatmulSetup(
             params=self.qlinear_params,
             name=self.layer_name,
             dtype=x.dtype,
-            input_amax_group=group if self.parallel_mode == "row" else None,
-            weight_amax_group=group if self.parallel_mode else None,
+            input_amax_group=amax_group if split == "row" else None,
+            weight_amax_group=amax_group,
             fuse_wgrad=self.fuse_wgrad_accumulation,
         )
         bias = None if bias is None else bias[None].to(x.dtype)
         y = self.matmul(rows, offsets, (self.weight,), bias, setup, is_first_microbatch)
         return y.reshape(*x.shape[:-1], self.out_features)
+
+    def _amax_group(self) -> tuple[dist.ProcessGroup | None, str | None]:
+        """Ranks that hold shards of this layer, and how it is split; a subclass may communicate elsewhere."""
+        return self._communicating_group(), self.parallel_mode
 
     def _communicating_group(self) -> dist.ProcessGroup | None:
         if self.tp_size == 1 or self.parallel_mode is None:

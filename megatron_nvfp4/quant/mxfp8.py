@@ -46,6 +46,8 @@ def quantize_mxfp8(x: Tensor) -> MXFP8Tensor:
     amax = torch.nan_to_num(blocks.abs(), nan=0.0, posinf=float("inf")).amax(dim=2)
     exponents = encode_e8m0(amax * torch.tensor(1 / 448, dtype=torch.float32))
     scaled = _scale_by_power(blocks, (127 - exponents.int())[..., None])
+    # torch's cast keeps the sign of a NaN (0xFF), the hardware's does not.
+    scaled = torch.where(torch.isnan(scaled), torch.nan, scaled)
     codes = torch.clamp(scaled, -E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return MXFP8Tensor(codes.reshape(x.shape), exponents)
 

@@ -192,7 +192,9 @@ def encode_e2m1(x: Tensor) -> Tensor:
     Codes count upwards in steps of 0.5 below 2, of 1 below 4, of 2 above: on each stretch the code is a
     rounded multiple plus a constant, and the stretch that counts is the one with the smallest code.
     """
-    magnitude = torch.fmin(x.abs(), torch.full((), E2M1_MAX, device=x.device))
+    magnitude = x.abs()
+    # Not fmin: it keeps a signalling NaN, whose cast to an integer is undefined.
+    magnitude = torch.where(magnitude < E2M1_MAX, magnitude, E2M1_MAX)
     halves, ones, twos = (torch.round(magnitude * factor) for factor in (2.0, 1.0, 0.5))
     code = torch.minimum(halves, torch.minimum(ones + 2, twos + 4)).to(torch.uint8)
     negative = torch.signbit(x) & ~torch.isnan(x)
