@@ -78,7 +78,7 @@ class TorchBackend:
         bounds = offsets.tolist()
         for group, target in enumerate(out):
             rows = slice(bounds[group], bounds[group + 1])
-            grad = _linear(a[:, rows], b[:, rows], None)
+            grad = _wgrad(a[:, rows], b[:, rows], target.dtype)
             if accumulate:
                 target.add_(grad)
             else:
@@ -91,6 +91,13 @@ def _linear(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         a, b = a.float(), b.float()
         bias = None if bias is None else bias.float()
     return torch.nn.functional.linear(a, b, bias)
+
+
+def _wgrad(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a times b transposed for a target of `dtype`: no rounding to 16 bits before an FP32 main_grad."""
+    if a.device.type == "cuda" and a.itemsize == 2 and dtype == torch.float32:
+        return torch.mm(a, b.t(), out_dtype=torch.float32)
+    return _linear(a, b, None)
 
 
 def _has_grouped_mm(a: Tensor, b: Tensor) -> bool:

@@ -23,9 +23,7 @@ def install(*, meta: Path | None, steps: Path | None, argv: list[str], on_cpu: b
         path.parent.mkdir(parents=True, exist_ok=True)
     from megatron.training import training
 
-    rank, world = (
-        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1))
-    )
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if steps is not None and rank == world - 1:
         _log_steps(training, steps)
     if meta is not None:

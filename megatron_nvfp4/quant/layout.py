@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_ROWS, SCALE_COLS = 128, 4
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .layout import INPUT_DTYPES
+
 BLOCK = 32
 E4M3_MAX = 448.0
 
@@ -42,6 +44,8 @@ def quantize_mxfp8(x: Tensor) -> MXFP8Tensor:
             f"quantize_mxfp8: shape {tuple(x.shape)}; give (M, K) with K a multiple of 32, "
             "or leave this layer in BF16"
         )
+    if x.dtype not in INPUT_DTYPES:
+        raise ValueError(f"quantize_mxfp8: x is {x.dtype}; give BF16, FP16 or FP32")
     blocks = x.float().reshape(x.shape[0], x.shape[1] // BLOCK, BLOCK)
     amax = torch.nan_to_num(blocks.abs(), nan=0.0, posinf=float("inf")).amax(dim=2)
     exponents = encode_e8m0(amax * torch.tensor(1 / 448, dtype=torch.float32))

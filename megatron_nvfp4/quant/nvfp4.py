@@ -29,14 +29,13 @@ from torch import Tensor
 
 from megatron_nvfp4.recipes import NVFP4Spec
 
-from .layout import expand_groups, pack_codes, unpack_codes
+from .layout import INPUT_DTYPES, expand_groups, pack_codes, unpack_codes
 
 BLOCK = 16
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 FLT_MAX = torch.finfo(torch.float32).max
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
