@@ -1,0 +1,494 @@
+"""Numbers of Linear, LayerNormLinear and GroupedLinear, forward and backward, in every recipe."""
+
+import copy
+
+import pytest
+import torch
+from layer_oracle import (
+    BUILDABLE,
+    assert_close_as_torch,
+    dequantized,
+    expected,
+    grid,
+    outliers,
+    params_of,
+    product,
+)
+from layer_oracle import decoded as decode_for_oracle
+from torch.utils.checkpoint import checkpoint
+
+from megatron_nvfp4.modules import GroupedLinear, LayerNormLinear, Linear
+from megatron_nvfp4.modules.norm import normalize
+from megatron_nvfp4.modules.params import require_backend
+from megatron_nvfp4.recipes import RECIPES, Recipe
+
+K, N = 64, 96
+EPS = 4.0  # large enough beside the mean square of outliers(), about 70, to be seen
+recipes = pytest.mark.parametrize("recipe", BUILDABLE.values(), ids=BUILDABLE)
+
+
+def linear(recipe: Recipe | str, cls=Linear, **fields) -> Linear:
+    """A BF16 layer (96, 64) on the reference backend with reproducible weights and biases."""
+    fields = {"params_dtype": torch.bfloat16, "device": "cpu"} | fields
+    layer = cls(K, N, qlinear_params=params_of(recipe), **fields)
+    _fill(layer)
+    return layer
+
+
+def grouped(recipe: Recipe | str, num_experts: int = 4, **fields) -> GroupedLinear:
+    """Experts (32, 64), as linear()."""
+    fields = {"params_dtype": torch.bfloat16, "device": "cpu"} | fields
+    layer = GroupedLinear(num_experts, K, 32, qlinear_params=params_of(recipe), **fields)
+    _fill(layer)
+    return layer
+
+
+def _fill(layer: torch.nn.Module) -> None:
+    generator = torch.Generator().manual_seed(10)
+    with torch.no_grad():
+        for index, (name, parameter) in enumerate(layer.named_parameters()):
+            values = torch.randn(parameter.shape, generator=generator)
+            if "weight" in name and parameter.dim() == 2:
+                values *= 0.1 * (index + 1)
+            parameter.copy_(values)
+
+
+def run(layer, x, dy, *args):
+    """(y, dx) of one step; the parameters' gradients stay on them."""
+    x = x.clone().requires_grad_()
+    y = layer(x, *args)
+    y.backward(dy)
+    return y.detach(), x.grad
+
+
+def assert_gradients(recipe: Recipe, want, dx, weights) -> None:
+    """Bits where the project adds up, the library's accumulation error where torch does."""
+    for weight, dw, size in zip(weights, want.dws, want.dw_sizes, strict=True):
+        if recipe.bypass:
+            assert_close_as_torch(weight.grad, dw, size, K)
+        else:
+            assert torch.equal(weight.grad, dw.to(weight.dtype))
+    if recipe.bypass:
+        assert_close_as_torch(dx, want.dx, want.dx_size, N)
+    else:
+        assert torch.equal(dx, want.dx)
+
+
+def assert_forward(recipe: Recipe, want, y) -> None:
+    if recipe.quantized:
+        assert torch.equal(y, want.y)
+    else:
+        assert_close_as_torch(y, want.y, want.y_size, K)
+
+
+def test_the_list_of_recipes_is_complete():
+    # Prevents: a recipe that builds and that nothing below runs; one that builds without its
+    # kernels.
+    for name, recipe in RECIPES.items():
+        if name in BUILDABLE:
+            require_backend(params_of(recipe))
+        else:
+            with pytest.raises(RuntimeError, match=f"recipe {name} needs .* cannot be built"):
+                require_backend(params_of(recipe))
+
+
+# --- Linear -----------------------------------------------------------------------------------
+
+
+@recipes
+def test_linear(recipe):
+    # Prevents: an operand in another format than the recipe's, a transpose, a second rounding, a
+    # lost bias.
+    layer = linear(recipe)
+    x, dy = outliers(19, K, seed=1), grid(19, N, seed=2)
+    y, dx = run(layer, x, dy)
+    want = expected(recipe, x, [layer.weight], dy, biases=[layer.bias])
+    assert y.dtype == dx.dtype == torch.bfloat16
+    assert_forward(recipe, want, y)
+    assert_gradients(recipe, want, dx, [layer.weight])
+    assert torch.equal(layer.bias.grad, dy.double().sum(0).bfloat16())
+
+
+@recipes
+@pytest.mark.parametrize("num_rows", [1, 7, 129])
+def test_any_number_of_rows(recipe, num_rows):
+    # Prevents: tokens that must fill a tile; rows whose result depends on the rows beside them.
+    layer = linear(recipe)
+    x, dy = outliers(num_rows, K, seed=3), grid(num_rows, N, seed=4)
+    y, dx = run(layer, x.reshape(num_rows, 1, K), dy.reshape(num_rows, 1, N))
+    want = expected(recipe, x, [layer.weight], dy, biases=[layer.bias])
+    assert y.shape == (num_rows, 1, N)
+    assert dx.shape == (num_rows, 1, K)
+    assert_forward(recipe, want, y.reshape(num_rows, N))
+    assert_gradients(recipe, want, dx.reshape(num_rows, K), [layer.weight])
+    if recipe.quantized and "per_tensor" not in recipe.name:
+        assert torch.equal(layer(x[-1:]), y[-1])
+
+
+def test_no_rows():
+    # Prevents: a crash, or gradients that stay None, for a batch without tokens.
+    for recipe in BUILDABLE.values():
+        layer = linear(recipe)
+        y, dx = run(layer, torch.zeros(0, K).bfloat16(), torch.zeros(0, N).bfloat16())
+        assert y.shape == (0, N)
+        assert dx.shape == (0, K)
+        assert not layer.weight.grad.any()
+        assert not layer.bias.grad.any()
+
+
+def test_return_bias():
+    # Prevents: the bias added twice, once here and once by the caller.
+    plain, returning = (
+        linear("nvfp4_per_token", bias=False),
+        linear("nvfp4_per_token", return_bias=True),
+    )
+    x = outliers(5, K, seed=5)
+    y, bias = returning(x)
+    assert bias is returning.bias
+    assert torch.equal(y, plain(x))
+    experts, dry = (
+        grouped("nvfp4_per_token", return_bias=True),
+        grouped("nvfp4_per_token", bias=False),
+    )
+    for index in range(4):
+        getattr(dry, f"weight{index}").data.copy_(getattr(experts, f"weight{index}"))
+    y, biases = experts(x, [5, 0, 0, 0])
+    assert all(a is b for a, b in zip(biases, experts.biases, strict=True))
+    assert torch.equal(y, dry(x, [5, 0, 0, 0]))
+
+
+def test_fp32_parameters_under_autocast():
+    # Prevents: FP32 activations multiplied as such, or master weights rounded to BF16 before
+    # quantisation.
+    for name in (
+        "nvfp4_per_token",
+        "nvfp4_per_token_bf16_bwd",
+        "nvfp4_per_token_dequant_bwd",
+        "bf16",
+    ):
+        recipe = BUILDABLE[name]
+        layer = linear(recipe, params_dtype=torch.float32)
+        x, dy = outliers(19, K, seed=6), grid(19, N, seed=7)
+        x_leaf = x.float().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = layer(x_leaf)
+        y.backward(dy)
+        want = expected(recipe, x, [layer.weight], dy, biases=[layer.bias.bfloat16()])
+        assert y.dtype == torch.bfloat16
+        assert_forward(recipe, want, y.detach())
+        assert layer.weight.grad.dtype == x_leaf.grad.dtype == torch.float32
+        assert_gradients(recipe, want, x_leaf.grad.bfloat16(), [layer.weight])
+
+
+def test_fp32_throughout():
+    """Prevents: a rounding to BF16 on the way when everything is FP32.
+
+    The operands' sum is rounded once to FP32, then two multiplications and one addition: 4 * 2^-24.
+    """
+    recipe = BUILDABLE["nvfp4_per_token_dequant_bwd"]
+    layer = linear(recipe, params_dtype=torch.float32)
+    x, dy = (
+        torch.randn(9, K, generator=torch.Generator().manual_seed(8)),
+        grid(9, N, seed=9).float(),
+    )
+    y, _ = run(layer, x, dy)
+    want = expected(recipe, x, [layer.weight], dy, biases=[layer.bias])
+    assert y.dtype == torch.float32
+    assert torch.equal(y, want.y)
+    exact = (
+        dequantized(x, recipe.fprop.left, torch.float32).double()
+        @ dequantized(layer.weight.detach(), recipe.fprop.right, torch.float32).double().t()
+    )
+    assert ((y - exact - layer.bias).abs() <= 8 * 2.0**-24 * (want.y_size + 10)).all()
+
+
+# --- backward modes ---------------------------------------------------------------------------
+
+
+def test_backward_modes_use_the_operands_they_name():
+    """Prevents: a saved original overriding `dequantized`, or the reverse; both would train.
+
+    The activations' outliers make the quantisation error large, so that each mode's gradients
+    differ from every other's by far more than rounding; `bf16` and the bypass share operands and
+    differ in who adds up.
+    """
+    modes = {
+        "bf16": BUILDABLE["nvfp4_per_token_bf16_bwd"],
+        "dequantized": BUILDABLE["nvfp4_per_token_dequant_bwd"],
+        "mxfp8": BUILDABLE["nvfp4_per_token"],
+        "bypass": BUILDABLE["nvfp4_per_token+bypass"],
+    }
+    x, dy = outliers(32, K, seed=11), grid(32, N, seed=12)
+    results = {}
+    for mode, recipe in modes.items():
+        layer = linear(recipe)
+        _, dx = run(layer, x, dy)
+        results[mode] = (dx.double(), layer.weight.grad.double())
+        assert recipe.backward == mode  # what `describe` and run records print
+        assert layer.qlinear_params.gemm_backend == ("torch" if mode == "bypass" else "reference")
+    weight = linear("bf16").weight.detach()
+    x_hat = dequantized(x, modes["dequantized"].fprop.left, torch.bfloat16)
+    w_hat = dequantized(weight, modes["dequantized"].fprop.right, torch.bfloat16)
+    for mode, (w_used, x_used) in {"bf16": (weight, x), "dequantized": (w_hat, x_hat)}.items():
+        dx = product(decode_for_oracle(dy), decode_for_oracle(w_used.t()))[0]
+        dw = product(decode_for_oracle(dy.t()), decode_for_oracle(x_used.t()))[0]
+        assert torch.equal(results[mode][0], dx.bfloat16().double())
+        assert torch.equal(results[mode][1], dw.bfloat16().double())
+
+    def distance(a: str, b: str) -> list[float]:
+        pairs = zip(results[a], results[b], strict=True)
+        return [float((p - q).norm() / q.norm()) for p, q in pairs]
+
+    for a, b in (("bf16", "dequantized"), ("bf16", "mxfp8"), ("dequantized", "mxfp8")):
+        assert min(distance(a, b)) > 0.01, (a, b)
+    assert max(distance("bypass", "bf16")) < 2**-8
+
+
+def test_bypass_and_dedicated_add_up_differently():
+    # Prevents: `bypass` running our operator or the reverse: only ours has exact sums on a CPU.
+    x, dy = outliers(32, K, seed=13), grid(32, N, seed=14)
+    grads = {}
+    for name in ("nvfp4_per_token_bf16_bwd", "nvfp4_per_token+bypass"):
+        layer = linear(name, fuse_wgrad_accumulation=True)
+        layer.weight.main_grad = torch.zeros(N, K)
+        run(layer, x, dy)
+        grads[name] = layer.weight.main_grad
+    dw, size = product(decode_for_oracle(dy.t()), decode_for_oracle(x.t()))
+    assert torch.equal(grads["nvfp4_per_token_bf16_bwd"], dw)
+    assert not torch.equal(grads["nvfp4_per_token+bypass"], dw)
+    assert_close_as_torch(grads["nvfp4_per_token+bypass"], dw, size, 32)
+
+
+def saved_bytes(layer, x, *args) -> tuple[int, list[torch.Tensor]]:
+    """Bytes of everything kept for backward but row offsets, and those tensors."""
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x, *args)
+    saved = [tensor for tensor in saved if tensor.dtype != torch.int64]
+    return sum(tensor.nbytes for tensor in saved), saved
+
+
+@pytest.mark.parametrize(
+    ("name", "activations", "weight"),
+    [
+        ("nvfp4_per_token_bf16_bwd", 2.0, 2.0),
+        ("nvfp4_per_token+bypass", 2.0, 2.0),
+        ("nvfp4_per_token", 1 + 1 / 32, 2.0),
+        ("nvfp4_per_token_dequant_bwd", 1 / 2 + 1 / 16, 1 / 2 + 1 / 16),
+    ],
+)
+def test_only_what_backward_reads_is_saved(name, activations, weight):
+    # Prevents: 16 bits a value kept beside the 4.5 that are used, or a frozen layer keeping its
+    # input.
+    num_rows, is_packed = 32, weight < 2
+    layer, x = linear(name, bias=False), outliers(num_rows, K, seed=15).requires_grad_()
+    total, saved = saved_bytes(layer, x)
+    amaxes = 4 * (num_rows + 1) if is_packed else 0
+    assert total == activations * num_rows * K + weight * N * K + amaxes
+    addresses = {tensor.data_ptr() for tensor in saved}
+    assert (x.data_ptr() in addresses) == (activations == 2.0)
+    assert (layer.weight.data_ptr() in addresses) == (weight == 2.0)
+    layer.weight.requires_grad_(False)
+    frozen, _ = saved_bytes(layer, x)
+    assert frozen == weight * N * K + (4 if is_packed else 0)
+
+
+def test_inputs_without_gradient():
+    # Prevents: a weight copy kept, or a dgrad GEMM run, for the first layer of a model.
+    layer, x = linear("nvfp4_per_token_dequant_bwd", bias=False), outliers(32, K, seed=16)
+    total, _ = saved_bytes(layer, x)
+    assert total == (1 / 2 + 1 / 16) * 32 * K + 4 * 32
+    y = layer(x)
+    y.backward(grid(32, N, seed=17))
+    assert layer.weight.grad is not None
+
+
+def test_recomputation_gives_the_same_gradients():
+    # Prevents: a forward with hidden state, which activation checkpointing runs twice.
+    x, dy = outliers(16, K, seed=18), grid(16, N, seed=19)
+    layer = linear("nvfp4_per_token")
+    twin = copy.deepcopy(layer)
+    _, dx = run(layer, x, dy)
+    x = x.clone().requires_grad_()
+    checkpoint(twin, x, use_reentrant=True).backward(dy)
+    assert torch.equal(x.grad, dx)
+    assert torch.equal(layer.weight.grad, twin.weight.grad)
+
+
+# --- gradient accumulation --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["nvfp4_per_token", "nvfp4_per_token_dequant_bwd"])
+def test_fused_accumulation(name, dtype):
+    # Prevents: main_grad overwritten, rounded before it is added, or added a second time through
+    # .grad.
+    layer, recipe = linear(name, fuse_wgrad_accumulation=True), BUILDABLE[name]
+    x, dy = outliers(19, K, seed=20), grid(19, N, seed=21)
+    start = torch.randn(N, K, generator=torch.Generator().manual_seed(22)).to(dtype)
+    layer.weight.main_grad = start.clone()
+    layer.weight.grad_added_to_main_grad = False
+    run(layer, x, dy)
+    dw = expected(recipe, x, [layer.weight], dy).dws[0]
+    assert torch.equal(layer.weight.main_grad, (start.float() + dw).to(dtype))
+    assert layer.weight.grad_added_to_main_grad is True
+    assert layer.weight.grad.shape == layer.weight.shape  # Megatron's hooks wait for a gradient
+    layer.weight.grad, layer.weight.zero_out_wgrad = None, True
+    run(layer, x, dy)
+    assert not layer.weight.grad.any()
+    del layer.weight.grad_added_to_main_grad
+    layer.weight.grad = None
+    run(layer, x, dy)
+    assert layer.weight.grad is None
+
+
+def test_without_main_grad_the_gradient_is_returned():
+    # Prevents: fused accumulation that loses gradients outside Megatron's buffers.
+    layer, plain = (
+        linear("nvfp4_per_token", fuse_wgrad_accumulation=True),
+        linear("nvfp4_per_token"),
+    )
+    x, dy = outliers(8, K, seed=23), grid(8, N, seed=24)
+    run(layer, x, dy)
+    run(plain, x, dy)
+    assert torch.equal(layer.weight.grad, plain.weight.grad)
+
+
+# --- LayerNormLinear --------------------------------------------------------------------------
+
+
+def _norm64(x, weight, bias, eps, normalization, zero_centered):
+    gamma = weight.double() + 1 if zero_centered else weight.double()
+    x = x.double()
+    if normalization == "RMSNorm":
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * gamma
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * gamma + bias.double()
+
+
+@recipes
+@pytest.mark.parametrize("zero_centered", [False, True], ids=["gamma", "gamma-1"])
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+def test_layernorm_linear(recipe, normalization, zero_centered):
+    """Prevents: gamma off by one, a norm in BF16, a linear part with other numerics than Linear's.
+
+    The norm is FP32 rounded once: 2^-8 of the value plus 2^-18 of its terms. Its output's bits then
+    fix y and dW exactly; dx and the norm's gradients are the FP64 formula's under the exact dgrad.
+    """
+    fields = {"normalization": normalization, "zero_centered_gamma": zero_centered, "eps": EPS}
+    layer = linear(recipe, LayerNormLinear, **fields)
+    x, dy = outliers(19, K, seed=25), grid(19, N, seed=26)
+    y, dx = run(layer, x, dy)
+    gamma, beta = layer.layer_norm_weight.detach(), layer.layer_norm_bias
+    beta = None if beta is None else beta.detach()
+    ln = normalize(
+        x, gamma, beta, EPS, normalization=normalization, zero_centered_gamma=zero_centered
+    )
+    leaves = [
+        x.double(),
+        gamma.double(),
+        torch.zeros(K).double() if beta is None else beta.double(),
+    ]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    ln64 = _norm64(*leaves, EPS, normalization, zero_centered)
+    assert ((ln.double() - ln64).abs() <= 2.0**-8 * ln64.abs() + 2.0**-18 * (ln64.abs() + 8)).all()
+    want = expected(recipe, ln, [layer.weight], dy, biases=[layer.bias])
+    assert_forward(recipe, want, y)
+    if not recipe.bypass:
+        assert torch.equal(layer.weight.grad, want.dws[0].bfloat16())
+    ln64.backward(want.dx.double())
+    ours = [dx, layer.layer_norm_weight.grad]
+    ours += [layer.layer_norm_bias.grad] if normalization == "LayerNorm" else []
+    for grad, leaf in zip(ours, leaves, strict=False):
+        # dx of the linear part is a BF16 number in both (the bypass may round it to a neighbour).
+        assert (grad.double() - leaf.grad).norm() <= 2.0**-7 * leaf.grad.norm()
+
+
+def test_norms_differ():
+    # Prevents: the two formulas above agreeing because `normalization` is ignored.
+    x = outliers(4, K, seed=27) + 3
+    layers = [linear("bf16", LayerNormLinear, normalization=n) for n in ("LayerNorm", "RMSNorm")]
+    for layer in layers:
+        torch.nn.init.zeros_(layer.bias)
+        torch.nn.init.ones_(layer.layer_norm_weight)
+    layers[1].weight.data.copy_(layers[0].weight)
+    torch.nn.init.zeros_(layers[0].layer_norm_bias)
+    assert not torch.allclose(layers[0](x), layers[1](x), rtol=0.05)
+
+
+# --- GroupedLinear ----------------------------------------------------------------------------
+
+
+@recipes
+@pytest.mark.parametrize("splits", [[16, 0, 32, 0], [3, 1, 0, 41], [0, 0, 0, 45]], ids=str)
+def test_grouped_linear(recipe, splits):
+    # Prevents: an empty expert shifting its neighbours, padding that leaks, an expert with
+    # another's amax.
+    layer, total = grouped(recipe), sum(splits)
+    x, dy = outliers(total, K, seed=28), grid(total, 32, seed=29)
+    y, dx = run(layer, x, dy, splits)
+    want = expected(recipe, x, layer.weights, dy, splits=splits, biases=layer.biases)
+    assert_forward(recipe, want, y)
+    assert_gradients(recipe, want, dx, layer.weights)
+    for size, weight, bias, dy_g in zip(
+        splits, layer.weights, layer.biases, dy.split(splits), strict=True
+    ):
+        assert torch.equal(bias.grad, dy_g.double().sum(0).bfloat16())
+        assert size > 0 or (weight.grad is not None and not weight.grad.any())
+
+
+@recipes
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_expert_has_rows(recipe, fused):
+    # Prevents: an error, a None gradient or an untouched flag when a rank receives no token at all.
+    layer = grouped(recipe, fuse_wgrad_accumulation=fused)
+    start = [grid(32, K, seed=30 + index).float() for index in range(4)]
+    for weight, value in zip(layer.weights, start, strict=True):
+        weight.main_grad, weight.grad_added_to_main_grad = value.clone(), False
+    y, dx = run(layer, torch.zeros(0, K).bfloat16(), torch.zeros(0, 32).bfloat16(), [0] * 4)
+    assert y.shape == (0, 32)
+    assert dx.shape == (0, K)
+    for weight, value in zip(layer.weights, start, strict=True):
+        assert torch.equal(weight.main_grad, value)
+        assert weight.grad_added_to_main_grad is fused
+        assert weight.grad is not None
+        assert fused or not weight.grad.any()
+
+
+@pytest.mark.parametrize("name", ["nvfp4_per_token", "nvfp4_per_token_dequant_bwd", "bf16"])
+def test_grouped_fused_accumulation(name):
+    # Prevents: main_grad of an expert without tokens set to zero, or a neighbour's gradient added
+    # to it.
+    recipe, splits = BUILDABLE[name], [16, 0, 32, 0]
+    layer = grouped(recipe, fuse_wgrad_accumulation=True)
+    x, dy = outliers(48, K, seed=34), grid(48, 32, seed=35)
+    start = [grid(32, K, seed=36 + index).float() for index in range(4)]
+    for weight, value in zip(layer.weights, start, strict=True):
+        weight.main_grad = value.clone()
+    run(layer, x, dy, splits)
+    want = expected(recipe, x, layer.weights, dy, splits=splits)
+    for index, (weight, value) in enumerate(zip(layer.weights, start, strict=True)):
+        if recipe.bypass:
+            dw = weight.main_grad - value
+            assert_close_as_torch(dw, want.dws[index], want.dw_sizes[index] + value.abs(), 48)
+        else:
+            assert torch.equal(weight.main_grad, value + want.dws[index])
+        assert splits[index] or torch.equal(weight.main_grad, value)
+
+
+def test_grouped_equals_linear_per_expert():
+    # Prevents: two implementations of one layer that drift apart.
+    layer, splits = grouped("nvfp4_per_token"), [5, 0, 9, 2]
+    x = outliers(16, K, seed=40)
+    y = layer(x, torch.tensor(splits))
+    for index, (x_g, y_g) in enumerate(zip(x.split(splits), y.split(splits), strict=True)):
+        fields = {"params_dtype": torch.bfloat16, "device": "cpu"}
+        alone = Linear(K, 32, qlinear_params=params_of("nvfp4_per_token"), **fields)
+        alone.weight.data.copy_(layer.weights[index])
+        alone.bias.data.copy_(layer.biases[index])
+        assert torch.equal(alone(x_g), y_g)
