@@ -27,16 +27,16 @@ TORCH_LIBRARY(megatron_nvfp4, m) {
       "quantize_nvfp4(Tensor x, Tensor? amax, Tensor? offsets, int block_rows, bool per_token, "
       "int e4m3_max, int four_over_six, bool fast_error) "
       "-> (Tensor codes, Tensor block_scales, Tensor amax_used)");
-  // The same into given tensors, CUDA only. given_amax: amax is read, not written. swizzled: scales in the
-  // 128x4 layout, padding zeroed. codes_t, block_scales_t: the form of x.t() too, 16x16 blocks only.
-  // decoded: q * s_b as BF16 (M, K), exact, 1x16 blocks only.
+  // The same into given tensors, CUDA only. given_amax: amax is read, not written. swizzled: scales
+  // in the 128x4 layout, padding zeroed. codes_t, block_scales_t: the form of x.t() too, 16x16
+  // blocks only. decoded: q * s_b as BF16 (M, K), exact, 1x16 blocks only.
   m.def(
       "quantize_nvfp4_out(Tensor x, Tensor? offsets, int block_rows, bool per_token, int e4m3_max, "
       "int four_over_six, bool fast_error, bool given_amax, bool swizzled, *, Tensor(a!) codes, "
       "Tensor(b!) block_scales, Tensor(c!) amax, Tensor(d!)? codes_t, Tensor(e!)? block_scales_t, "
       "Tensor(f!)? decoded) -> ()");
-  // Number of inputs, over all floats, for which this GPU's fast paths differ from numerics.h, int64 (7,):
-  // E2M1, reciprocal, divisions by 6, 1536 and 2688, hardware E4M3, hardware E2M1.
+  // Number of inputs, over all floats, for which this GPU's fast paths differ from numerics.h,
+  // int64 (7,): E2M1, reciprocal, divisions by 6, 1536 and 2688, hardware E4M3, hardware E2M1.
   m.def("check_numerics_out(Tensor(a!) counts) -> ()");
   // q * s_b, BF16 (M, K), exact.
   m.def("decode_nvfp4(Tensor codes, Tensor block_scales) -> Tensor");
