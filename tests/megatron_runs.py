@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
 import socket
@@ -195,7 +196,10 @@ def run_world(worlds: dict[str, World]) -> None:
         else:
             outcome[check.__name__] = None
     (folder / f"{name}.{os.environ['RANK']}.json").write_text(json.dumps(outcome))
-    # The threads of process groups that Megatron has dropped can abort the interpreter's orderly end.
+    # The threads of process groups that Megatron has dropped can abort the interpreter's orderly end;
+    # without it, Megatron's checkpoint workers have to be ended by hand.
+    for worker in multiprocessing.active_children():
+        worker.kill()
     sys.stdout.flush()
     os._exit(0)
 
