@@ -36,8 +36,30 @@ TORCH_LIBRARY(megatron_nvfp4, m) {
       "Tensor(b!) block_scales, Tensor(c!) amax, Tensor(d!)? codes_t, Tensor(e!)? block_scales_t, "
       "Tensor(f!)? decoded) -> ()");
   // Number of inputs, over all floats, for which this GPU's fast paths differ from numerics.h,
-  // int64 (7,): E2M1, reciprocal, divisions by 6, 1536 and 2688, hardware E4M3, hardware E2M1.
+  // int64 (8,): E2M1, reciprocal, divisions by 6, 1536 and 2688, hardware E4M3, hardware E2M1,
+  // encoding scale.
   m.def("check_numerics_out(Tensor(a!) counts) -> ()");
+  // quant.swiglu.swiglu_quantize, CUDA only: gate_up BF16 (M, 2K), probs FP32 (M,). fast_math: by
+  // the hardware's exponential and reciprocal.
+  m.def(
+      "swiglu_quantize(Tensor gate_up, Tensor probs, int e4m3_max, bool fast_math) "
+      "-> (Tensor codes, Tensor block_scales, Tensor amax)");
+  // quantize_nvfp4 without four-over-six, rounded stochastically: quant.random_bits under (seed,
+  // offset).
+  m.def(
+      "quantize_nvfp4_stochastic(Tensor x, Tensor? amax, Tensor? offsets, int block_rows, "
+      "bool per_token, int e4m3_max, int seed, int offset) "
+      "-> (Tensor codes, Tensor block_scales, Tensor amax_used)");
+  // The form of x.t(), M % 16 == 0, 1x16 blocks and one amax, or one per group of rows of x, whole
+  // blocks each; rotated: of rht(x.t()); seed and offset count if stochastic.
+  m.def(
+      "quantize_nvfp4_columns(Tensor x, Tensor? amax, Tensor? offsets, int e4m3_max, bool rotated, "
+      "bool stochastic, int seed, int offset) "
+      "-> (Tensor codes, Tensor block_scales, Tensor amax_used)");
+  // quant.quantize_simulated of E`exponent`M`mantissa`; values are FP32.
+  m.def(
+      "quantize_simulated(Tensor x, Tensor? amax, int exponent, int mantissa) "
+      "-> (Tensor values, Tensor block_scales, Tensor amax_used)");
   // q * s_b, BF16 (M, K), exact.
   m.def("decode_nvfp4(Tensor codes, Tensor block_scales) -> Tensor");
   // row_scale: S_dec of every row, FP32 (M,), or (1,) for all.
@@ -45,5 +67,7 @@ TORCH_LIBRARY(megatron_nvfp4, m) {
       "dequantize_nvfp4(Tensor codes, Tensor block_scales, Tensor row_scale, ScalarType dtype) "
       "-> Tensor");
   m.def("quantize_mxfp8(Tensor x) -> (Tensor codes, Tensor block_scales)");
+  // The form of x.t(), M % 32 == 0.
+  m.def("quantize_mxfp8_columns(Tensor x) -> (Tensor codes, Tensor block_scales)");
   m.def("dequantize_mxfp8(Tensor codes, Tensor block_scales, ScalarType dtype) -> Tensor");
 }

@@ -13,8 +13,17 @@ import numpy as np
 import torch
 
 from megatron_nvfp4.modules import QLinearParams
-from megatron_nvfp4.quant import MXFP8Tensor, QuantizedTensor, quantize, quantize_mxfp8
-from megatron_nvfp4.recipes import BF16, FORWARD, MXFP8, RECIPES, Format, Recipe
+from megatron_nvfp4.quant import (
+    MXFP8Tensor,
+    QuantizedTensor,
+    SimulatedTensor,
+    quantize,
+    quantize_grouped,
+    quantize_mxfp8,
+    quantize_simulated,
+    rht,
+)
+from megatron_nvfp4.recipes import BF16, FORWARD, MXFP8, RECIPES, FloatSpec, Format, Recipe
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 E2M1 = np.concatenate((E2M1, -E2M1))
@@ -31,10 +40,18 @@ NAMES = (
     "nvfp4_w4a16",
     "nvfp4_w4a8",
     "mxfp8",
+    "nvfp4_pretrain",
+    "sweep_e2m1",
+    "sweep_e5m4",
 )
-# Every recipe that can be built, and the quantised forward with the BF16 layer bypass.
+# Every recipe, two for all sweeps, and the quantised forward with the BF16 layer bypass.
 BUILDABLE = {name: RECIPES[name] for name in NAMES}
 BUILDABLE["nvfp4_per_token+bypass"] = RECIPES["nvfp4_per_token"].with_bypass()
+# What torch.manual_seed gets before a layer's call, and what the layer then draws from the generator.
+SEED = 1234
+DRAWN = int(torch.randint(2**63 - 1, (), generator=torch.Generator().manual_seed(SEED)))
+# The `offset` of the random bits of the output gradient's two forms (modules/autograd.py).
+DGRAD_LEFT, WGRAD_LEFT = 2, 4
 
 
 @dataclass(frozen=True)
@@ -76,14 +93,20 @@ def outliers(num_rows: int, num_cols: int, seed: int) -> torch.Tensor:
     return x.bfloat16()
 
 
-def quantized(x: torch.Tensor, spec: Format) -> torch.Tensor | QuantizedTensor | MXFP8Tensor:
+def quantized(
+    x: torch.Tensor, spec: Format
+) -> torch.Tensor | QuantizedTensor | MXFP8Tensor | SimulatedTensor:
     """x as an operand of that format."""
     if spec in (BF16, FORWARD):
         return x
+    if isinstance(spec, FloatSpec):
+        return quantize_simulated(x, spec)
     return quantize_mxfp8(x) if spec == MXFP8 else quantize(x, spec)
 
 
-def decoded(operand: torch.Tensor | QuantizedTensor | MXFP8Tensor) -> Decoded:
+def decoded(
+    operand: torch.Tensor | QuantizedTensor | MXFP8Tensor | SimulatedTensor,
+) -> Decoded:
     """The operand's values by the tables above."""
     if isinstance(operand, QuantizedTensor):
         packed = operand.codes.numpy()
@@ -92,8 +115,14 @@ def decoded(operand: torch.Tensor | QuantizedTensor | MXFP8Tensor) -> Decoded:
         )
         scales = E4M3[operand.block_scales.view(torch.uint8).numpy()]
         values = E2M1[codes] * np.repeat(scales, 16, axis=1)
-        scale = s_dec(operand.amax.numpy(), operand.spec.e4m3_max)
+        scale = s_dec(operand.amax.numpy(), operand.spec.e4m3_max * 6)
         return Decoded(values, np.broadcast_to(scale, packed.shape[:1]))
+    if isinstance(operand, SimulatedTensor):
+        scales = E4M3[operand.block_scales.view(torch.uint8).numpy()]
+        values = operand.values.double().numpy() * np.repeat(scales, 16, axis=1)
+        e, m = operand.spec.exponent, operand.spec.mantissa
+        largest = (2 - 2.0**-m) * 2.0 ** (2 ** (e - 1))
+        return Decoded(values, s_dec(operand.amax.numpy(), 448 * largest))
     if isinstance(operand, MXFP8Tensor):
         codes = operand.codes.view(torch.uint8).numpy()
         values = E4M3[codes & 127] * np.where(codes > 127, -1.0, 1.0)
@@ -102,11 +131,11 @@ def decoded(operand: torch.Tensor | QuantizedTensor | MXFP8Tensor) -> Decoded:
     return Decoded(operand.detach().double().numpy())
 
 
-def s_dec(amax: np.ndarray, e4m3_max: int) -> np.ndarray:
-    """1 / min(6 E / amax, FLT_MAX) in FP32; 1 for amax 0."""
+def s_dec(amax: np.ndarray, target: float) -> np.ndarray:
+    """1 / min(target / amax, FLT_MAX) in FP32; 1 for amax 0."""
     largest = np.finfo(np.float32).max
     with np.errstate(divide="ignore", over="ignore"):
-        s_enc = np.minimum(np.float32(e4m3_max * 6) / amax, largest)
+        s_enc = np.minimum(np.float32(target) / amax, largest)
     return np.float32(1) / np.where(amax == 0, np.float32(1), s_enc)
 
 
@@ -148,8 +177,12 @@ def expected(
     splits: Sequence[int] | None = None,
     biases: Sequence[torch.Tensor] | None = None,
 ) -> Expected:
-    """Forward and backward of every expert alone, in the operands the recipe names."""
+    """Forward and backward of every expert alone, in the operands the recipe names.
+
+    Stochastic rounding is that of a call after torch.manual_seed(SEED).
+    """
     splits = splits or [x.shape[0]]
+    random = _random_operands(recipe, dy, splits)
     per_tensor = [
         (x_g, w, dy_g)
         for x_g, w, dy_g in zip(x.split(splits), weights, dy.split(splits), strict=True)
@@ -157,7 +190,7 @@ def expected(
     parts = []
     for index, (x_g, weight, dy_g) in enumerate(per_tensor):
         bias = None if biases is None else biases[index]
-        parts.append(_expert(recipe, x_g, weight.detach(), dy_g, bias))
+        parts.append(_expert(recipe, x_g, weight.detach(), dy_g, bias, random.get(index, {})))
     y, y_size, dx, dx_size, dws, dw_sizes = zip(*parts, strict=True)
     dtype = x.dtype
     return Expected(
@@ -170,7 +203,43 @@ def expected(
     )
 
 
-def _expert(recipe: Recipe, x, weight, dy, bias) -> tuple[torch.Tensor, ...]:
+def _random_operands(recipe: Recipe, dy: torch.Tensor, splits: Sequence[int]) -> dict:
+    """Per expert the output gradient as "dgrad" and "wgrad" operand where it is rounded at random.
+
+    Random bits go by the position in the whole matrix, so that is what is quantised; its parts'
+    values are the quantiser's, and the outer scales are each expert's own.
+    """
+    found: dict[int, dict[str, Decoded]] = {index: {} for index in range(len(splits))}
+    if getattr(recipe.dgrad.left, "rounding", "nearest") == "nearest":
+        return found
+    ends = torch.tensor(splits).cumsum(0)
+    offsets = torch.cat((torch.zeros(1, dtype=torch.int64), ends))
+    rows = quantize_grouped(dy, offsets, recipe.dgrad.left, seed=DRAWN, offset=DGRAD_LEFT)
+    padded = [torch.cat((t, t.new_zeros(-len(t) % 16, t.shape[1]))) for t in dy.split(splits)]
+    bounds = [0]
+    for t in padded:
+        bounds.append(bounds[-1] + len(t))
+    turned = torch.cat(padded).t()
+    turned = rht(turned) if recipe.wgrad.hadamard else turned
+    random = {"seed": DRAWN, "offset": WGRAD_LEFT}
+    columns = quantize(turned, recipe.wgrad.left, column_offsets=torch.tensor(bounds), **random)
+    for index in range(len(splits)):
+        one = slice(index, index + 1)
+        a, b = int(offsets[index]), int(offsets[index + 1])
+        part = QuantizedTensor(rows.codes[a:b], rows.block_scales[a:b], rows.amax[one], rows.spec)
+        found[index]["dgrad"] = decoded(part)
+        a, b = bounds[index], bounds[index + 1]
+        codes, scales = (
+            columns.codes[:, a // 2 : b // 2],
+            columns.block_scales[:, a // 16 : b // 16],
+        )
+        found[index]["wgrad"] = decoded(
+            QuantizedTensor(codes, scales, columns.amax[one], columns.spec)
+        )
+    return found
+
+
+def _expert(recipe: Recipe, x, weight, dy, bias, random) -> tuple[torch.Tensor, ...]:
     dtype, fprop = x.dtype, recipe.fprop
     as_activation = weight.to(dtype)
     w_operand = as_activation if fprop.right == BF16 else quantized(weight, fprop.right)
@@ -180,19 +249,19 @@ def _expert(recipe: Recipe, x, weight, dy, bias) -> tuple[torch.Tensor, ...]:
     else:
         original = as_activation if recipe.dgrad.right == BF16 else weight
         right = quantized(original.t(), recipe.dgrad.right)
-    dgrad = product(decoded(quantized(dy, recipe.dgrad.left)), decoded(right))
+    dy_operand = random.get("dgrad") or decoded(quantized(dy, recipe.dgrad.left))
+    dgrad = product(dy_operand, decoded(right))
     saved = dequantized(x, fprop.left, dtype) if recipe.wgrad.right == FORWARD else x
-    left, right = (
-        _columns(t, spec) for t, spec in ((dy, recipe.wgrad.left), (saved, recipe.wgrad.right))
-    )
+    right = _columns(saved, recipe.wgrad.right, recipe.wgrad.hadamard)
+    left = random.get("wgrad") or _columns(dy, recipe.wgrad.left, recipe.wgrad.hadamard)
     return *forward, *dgrad, *product(left, right)
 
 
-def _columns(x: torch.Tensor, spec: Format) -> Decoded:
+def _columns(x: torch.Tensor, spec: Format, rotated: bool) -> Decoded:
     """x^T as a wgrad operand, zero rows completing the last block of tokens."""
-    missing = -x.shape[0] % 32
-    padded = torch.cat((x, x.new_zeros(missing, x.shape[1])))
-    return decoded(quantized(padded.t(), spec))
+    missing = -x.shape[0] % (16 if rotated else 32)
+    turned = torch.cat((x, x.new_zeros(missing, x.shape[1]))).t()
+    return decoded(quantized(rht(turned) if rotated else turned, spec))
 
 
 def assert_close_as_torch(result, value, size, num_terms: int) -> None:

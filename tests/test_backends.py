@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_nvfp4 import backends, quant
 from megatron_nvfp4.backends import ops
 from megatron_nvfp4.backends.extension import why_not_cpu
-from megatron_nvfp4.recipes import BF16, MXFP8, NVFP4Spec
+from megatron_nvfp4.recipes import BF16, MXFP8, FloatSpec, NVFP4Spec
 
 # Every backend that quantises, and where its tensors live.
 DEVICES = {"reference": "cpu", "cpu": "cpu", "cuda": "cuda", "te": "cuda"}
@@ -28,12 +28,20 @@ SPECS = [
     NVFP4Spec(block=block, outer=outer, e4m3_max=e4m3_max, four_over_six=metric, error=error)
     for (block, outer), e4m3_max, (metric, error) in itertools.product(LAYOUTS, MAXIMA, SEARCHES)
 ]
+STOCHASTIC = [
+    NVFP4Spec(block=block, outer=outer, e4m3_max=e4m3_max, rounding="stochastic")
+    for (block, outer), e4m3_max in itertools.product(LAYOUTS, MAXIMA)
+]
+FLOATS = [FloatSpec(exponent=e, mantissa=m) for e in (2, 3, 4, 5) for m in (1, 2, 3, 4)]
+# What kernels take of a transposed matrix, rotated or not.
+COLUMNS = [NVFP4Spec(e4m3_max=e, rounding=r) for e in MAXIMA for r in ("nearest", "stochastic")]
+RANDOM = {"seed": 0x0123456789ABCDEF, "offset": 3}
 needs_cpu_kernels = pytest.mark.skipif(why_not_cpu() is not None, reason=f"cpu: {why_not_cpu()}")
 
 
-def backend_or_skip(name: str, spec):
+def backend_or_skip(name: str, spec, op: str = "quantize"):
     backend = backends.get(name)
-    reason = backend.why_not("quantize", [spec], device=DEVICES[name])
+    reason = backend.why_not(op, [spec], device=DEVICES[name])
     if reason:
         pytest.skip(f"{name}: {reason}")
     return backend
@@ -41,8 +49,10 @@ def backend_or_skip(name: str, spec):
 
 def as_bytes(operand) -> tuple[torch.Tensor, ...]:
     """The stored parts of a quantised matrix as integers, so that -0 is not 0 and NaN is NaN."""
-    parts = [operand.codes.view(torch.uint8), operand.block_scales.view(torch.uint8)]
-    if isinstance(operand, quant.QuantizedTensor):
+    is_simulated = isinstance(operand, quant.SimulatedTensor)
+    codes = operand.values.view(torch.int32) if is_simulated else operand.codes.view(torch.uint8)
+    parts = [codes, operand.block_scales.view(torch.uint8)]
+    if not isinstance(operand, quant.MXFP8Tensor):
         parts.append(operand.amax.view(torch.int32))
     return tuple(part.cpu() for part in parts)
 
@@ -56,15 +66,16 @@ def assert_same(left, right, what) -> None:
 
 
 def compare(pair, x, spec, what, **kwargs) -> None:
-    left, right = (
-        backend_or_skip(name, spec).quantize(
-            x.to(DEVICES[name]),
-            spec,
-            **{key: value.to(DEVICES[name]) for key, value in kwargs.items()},
-        )
-        for name in pair
-    )
-    assert_same(left, right, what)
+    op = "quantize_rotated" if kwargs.get("rotated") else "quantize"
+    results = []
+    for name in pair:
+        backend = backend_or_skip(name, spec, op)
+        moved = {
+            key: value.to(DEVICES[name]) if isinstance(value, torch.Tensor) else value
+            for key, value in kwargs.items()
+        }
+        results.append(backend.quantize(x.to(DEVICES[name]), spec, **moved))
+    assert_same(*results, what)
 
 
 def around(values: torch.Tensor) -> torch.Tensor:
@@ -161,6 +172,58 @@ def test_same_bytes(pair, spec, dtype):
     """A rounding, a tie, a special value or a tail that one backend treats otherwise."""
     for name in INPUTS:
         compare(pair, adversarial(name, dtype), spec, f"{name} {spec}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("spec", [*STOCHASTIC, *FLOATS], ids=str)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_same_bytes_of_random_and_simulated(pair, spec, dtype):
+    """Random bits that depend on who draws them; a grid or a tie of its own."""
+    for name in INPUTS:
+        compare(pair, adversarial(name, dtype), spec, f"{name} {spec}", **RANDOM)
+    x = random_rows(48, 32).to(dtype)
+    for seed, offset in ((0, 0), (-1, -1), (2**63 - 1, 2**40)):
+        compare(pair, x, spec, f"seed {seed} {spec}", seed=seed, offset=offset)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rotated", [False, True], ids=["plain", "rotated"])
+@pytest.mark.parametrize("spec", [*COLUMNS, MXFP8], ids=str)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_same_bytes_of_columns(pair, spec, rotated, dtype):
+    """A transposed matrix turned, rotated or numbered otherwise, an amax from before the rotation."""
+    if rotated and spec == MXFP8:
+        pytest.skip("no recipe rotates to MXFP8")
+    for name in INPUTS:
+        x = adversarial(name, dtype)
+        x = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % 32))
+        # All columns, an odd number of them, and fewer than a vector.
+        for columns in (x, x[:, :-1], x[:, :3]):
+            turned = columns.contiguous().t()
+            compare(pair, turned, spec, f"{name} {spec}", rotated=rotated, **RANDOM)
+
+
+@pytest.mark.parametrize("rotated", [False, True], ids=["plain", "rotated"])
+@pytest.mark.parametrize("spec", COLUMNS, ids=str)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_same_bytes_of_column_groups(pair, spec, rotated):
+    """An amax that leaks into the next expert's tokens, or that an empty expert makes up."""
+    x = random_rows(112, 70).bfloat16().t()
+    for bounds in ([0, 0, 16, 64, 64, 112, 112], [0, 112]):
+        options = {"column_offsets": torch.tensor(bounds), "rotated": rotated, **RANDOM}
+        compare(pair, x, spec, f"column groups {bounds}", **options)
+        amax = torch.rand(len(bounds) - 1) * 100
+        compare(pair, x, spec, f"column groups {bounds}, amax given", amax=amax, **options)
+    with pytest.raises(ValueError, match=r"K=24|M=24"):
+        backends.get(pair[1]).quantize(x[:, :24], spec, rotated=True, **RANDOM)
+
+
+@pytest.mark.parametrize("spec", [STOCHASTIC[0], STOCHASTIC[2]], ids=str)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_same_bytes_of_random_groups(pair, spec):
+    """Random bits that start anew in every group on one backend only."""
+    x, offsets = random_rows(112, 96).bfloat16(), torch.tensor([0, 0, 5, 64, 64, 111, 112])
+    compare(pair, x, spec, "groups", offsets=offsets, **RANDOM)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
@@ -273,8 +336,8 @@ def test_cpu_is_chosen_for_cpu_tensors_only():
     for formats in ([SPECS[0], SPECS[0]], [MXFP8, MXFP8], [BF16, BF16]):
         assert backends.select("gemm", formats, device="cpu").name == "cpu"
     assert "CPU tensors" in backends.get("cpu").why_not("quantize", [SPECS[0]], device="cuda:0")
-    missing = backends.get("cpu").why_not("quantize", [NVFP4Spec(rounding="stochastic")])
-    assert "stochastic_rounding" in missing
+    missing = backends.get("cpu").why_not("quantize_rotated", [MXFP8])
+    assert "no kernel rotates to mxfp8" in missing
 
 
 ISAS = ("default", "avx2", "avx512")
@@ -303,6 +366,11 @@ def check_instruction_set(isa: str) -> None:
     specs = [spec for spec in SPECS if spec.e4m3_max == 448]
     for name, dtype, spec in itertools.product(INPUTS, DTYPES, [*specs, MXFP8]):
         compare(("reference", "cpu"), adversarial(name, dtype), spec, f"{isa} {name} {spec}")
+    for dtype in DTYPES:
+        for spec in (STOCHASTIC[0], FLOATS[5]):
+            test_same_bytes_of_random_and_simulated(("reference", "cpu"), spec, dtype)
+        for spec, rotated in ((COLUMNS[0], True), (COLUMNS[1], True), (MXFP8, False)):
+            test_same_bytes_of_columns(("reference", "cpu"), spec, rotated, dtype)
     for dtype in DTYPES:
         test_decode_every_byte(dtype)
     assert torch.ops.megatron_nvfp4.cpu_isa() == isa
@@ -352,6 +420,15 @@ def test_operators_pass_opcheck():
     ):
         torch.library.opcheck(lib.quantize_nvfp4.default, args)
     torch.library.opcheck(lib.quantize_mxfp8.default, (x,))
+    torch.library.opcheck(lib.quantize_mxfp8_columns.default, (x,))
+    torch.library.opcheck(lib.quantize_simulated.default, (x, None, 3, 2))
+    for args in ((x, None, offsets, 1, False, 448, 5, 6), (x, None, None, 16, False, 256, 5, 6)):
+        torch.library.opcheck(lib.quantize_nvfp4_stochastic.default, args)
+    for args in (
+        (x, None, offsets, 448, True, True, 5, 6),
+        (x, None, None, 256, False, False, 0, 0),
+    ):
+        torch.library.opcheck(lib.quantize_nvfp4_columns.default, args)
     # The schema test perturbs its inputs by arithmetic that torch lacks for float8.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     codes, scales, _ = lib.quantize_nvfp4(x, None, None, 1, True, 448, 0, False)
@@ -377,7 +454,16 @@ def test_operators_pass_opcheck():
         (torch.zeros(4, 16), {"offsets": torch.tensor([0, 5])}, NVFP4Spec(), "M=4"),
         (torch.zeros(4, 16), {"offsets": torch.tensor([0, 3, 2, 4])}, NVFP4Spec(), "do not rise"),
         (torch.zeros(4, 16), {"offsets": torch.tensor([0.0, 4.0])}, NVFP4Spec(), "give integers"),
-        (torch.zeros(2, 16), {}, NVFP4Spec(rounding="stochastic"), "rounding='nearest'"),
+        (torch.zeros(2, 16), {}, NVFP4Spec(rounding="stochastic"), "give seed="),
+        (torch.zeros(2, 24), {"rotated": True}, NVFP4Spec(), "M=24 is not a multiple of 16"),
+        (torch.zeros(2, 16), {"rotated": True}, NVFP4Spec(outer="token"), "no kernel for rotation"),
+        (torch.zeros(2, 32), {"rotated": True}, MXFP8, "no kernel rotates to mxfp8"),
+        (
+            torch.zeros(2, 32),
+            {"column_offsets": torch.tensor([0, 8, 32])},
+            NVFP4Spec(),
+            "cut 16x16",
+        ),
     ],
 )
 def test_cpu_refuses(x, kwargs, spec, message):

@@ -341,8 +341,10 @@ def test_operators_have_consistent_schemas():
     torch.library.opcheck(schema, (x, None, None, 1, True, 448, 2, True))
     out = cuda.Buffers.empty((32, 64), NVFP4Spec(block=(16, 16)), transposed=True)
     cuda.quantize_nvfp4_out(x, NVFP4Spec(block=(16, 16)), out)
+    # The schema test perturbs its inputs by arithmetic that torch lacks for float8.
     torch.library.opcheck(
         torch.ops.megatron_nvfp4.quantize_nvfp4_out.default,
         (x, None, 16, False, 448, 0, False, False, False),
         vars(out),
+        test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
     )

@@ -39,7 +39,7 @@ def fake(monkeypatch):
 
     reference = backends.get("reference")
     backend = types.SimpleNamespace(name="fake", why_not=_claims_all)
-    for op in backends.OPS:
+    for op in ("quantize", "gemm", "grouped_gemm", "grouped_wgrad"):
         setattr(backend, op, getattr(reference, op))
     module = types.ModuleType("fake_backend")
     module.BACKEND = backend
@@ -135,6 +135,24 @@ def test_doctor_compares_what_came_out(fake, capsys, op, damage, message):
     assert message in text
 
 
+@pytest.mark.parametrize("op", ["rotated", "stochastic"])
+def test_doctor_compares_rotated_and_random_bits(fake, capsys, op):
+    # Prevents: "ok" for a quantiser that forgets to rotate, or to round at random.
+    original = fake.quantize
+
+    def wrong(x, spec, **options):
+        if op == "rotated":
+            options["rotated"] = False
+        elif spec.rounding == "stochastic":
+            options["seed"] += 1
+        return original(x, spec, **options)
+
+    fake.quantize = wrong
+    status, text = _doctor(capsys, "--recipe", "nvfp4_pretrain")
+    assert status == 1
+    assert "fake: claimed, failed: K=128: RuntimeError: codes" in text
+
+
 def test_doctor_says_no_with_the_reason(fake, capsys):
     # Prevents: a missing kernel counted as a failure, or its reason lost.
     fake.why_not = lambda *_: "no kernel on this machine"
@@ -201,6 +219,9 @@ def test_doctor_probes_each_operation_of_a_recipe(fake, capsys):
     assert found("bf16") == {path: {"torch"} for path in unquantized}
     dequantized = found("nvfp4_per_token_dequant_bwd")
     assert all(dequantized[path] == ours for path in unquantized)
+    rotated = "quantize_rotated nvfp4(1x16, per-tensor, stochastic)"
+    assert found("nvfp4_pretrain")[rotated] == ours
+    assert "quantize e3m2(1x16, per-token)" in found("sweep_e3m2")
 
 
 def test_doctor_examines_every_recipe_of_the_policy(fake, capsys, tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_nvfp4.quant import NVFP4Spec, dequantize, quantize, unpack_codes
+from megatron_nvfp4.quant import NVFP4Spec, dequantize, quantize, rht, unpack_codes
 
 FOLDER = Path(__file__).parent / "golden"
 DTYPES = {
@@ -33,6 +33,9 @@ def read_golden(name: str) -> dict[str, torch.Tensor]:
         tensors[key] = flat.reshape(entry["shape"])
     return tensors
 
+
+# Where the reference's BF16 matrix product on a CPU flushes subnormals to zero.
+FLUSHED = "subnormal_bf16_16x64"
 
 TE = read_golden("te_ref.safetensors")
 TE_COLUMNWISE = read_golden("te_ref_colwise.safetensors")
@@ -71,6 +74,7 @@ def test_nothing_is_left_out():
     # Prevents: a truncated file or a changed key turning the tests below into none.
     assert len(_entries(TE, "codes")) == 31 * 3 * 9
     assert len(_entries(TE_COLUMNWISE, "codes_t")) == 28 * 4
+    assert sum(key.endswith("/rht/codes_t") for key in TE_COLUMNWISE) == 25
     assert len(_entries(FLASHINFER, "codes")) == 11 * 2 * 2
     assert NEGATIVE_ZEROS.keys() <= {key.split("/")[0] for key in TE}
 
@@ -95,6 +99,27 @@ def test_te_columnwise(key):
     _assert_codes(case, x, qt.codes, TE_COLUMNWISE[f"{key}/codes_t"])
     assert torch.equal(qt.block_scales.view(torch.uint8), TE_COLUMNWISE[f"{key}/scales_t"])
     assert torch.equal(qt.amax, TE_COLUMNWISE[f"{key}/amax_col"])
+
+
+@pytest.mark.parametrize("key", [key for key in TE_COLUMNWISE if key.endswith("/rht/codes_t")])
+def test_te_columnwise_after_hadamard(key):
+    # Prevents: another matrix, other signs, a rotation along the wrong axis or without its rounding.
+    case, rotated = key.split("/")[0], key.removesuffix("/codes_t")
+    qt = quantize(rht(TE_COLUMNWISE[f"{case}/x"].t()))
+    ours, theirs = unpack_codes(qt.codes), unpack_codes(TE_COLUMNWISE[key])
+    if case == FLUSHED:
+        assert TE_COLUMNWISE[f"{rotated}/amax_col"] == 0
+        assert qt.amax > 0
+        return
+    if case in NEGATIVE_ZEROS:  # a sum of negative zeros keeps its sign here
+        differ = ours != theirs
+        assert differ.any()
+        assert (ours[differ] == 8).all()
+        assert (theirs[differ] == 0).all()
+    else:
+        assert torch.equal(ours, theirs)
+    assert torch.equal(qt.block_scales.view(torch.uint8), TE_COLUMNWISE[f"{rotated}/scales_t"])
+    assert torch.equal(qt.amax, TE_COLUMNWISE[f"{rotated}/amax_col"])
 
 
 @pytest.mark.parametrize("key", _entries(FLASHINFER, "codes"))

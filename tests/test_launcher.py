@@ -87,7 +87,9 @@ from megatron_nvfp4.mcore import cpu_device, launcher, run_record
 cpu_device.install()
 options, rest = launcher._own_options().parse_known_args(sys.argv[1:])
 script, *arguments = rest
-sys.argv = [script, *cpu_device.with_required_flags(arguments)]
+for flag, value in cpu_device.REQUIRED_OPTIONS.items():
+    arguments += [flag] if value is None else [flag, str(value)]
+sys.argv = [script, *arguments]
 if script != "--wheel":
     sys.path.insert(0, str(Path(script).parent))
 from megatron.core.datasets import utils
@@ -329,16 +331,30 @@ def test_patched_checkout(runs):
 # --- pure functions -----------------------------------------------------------------------------------------
 
 
-def test_required_flags_give_way_to_the_users():
-    # Prevents: a flag given twice, where argparse would take ours.
-    from megatron_nvfp4.mcore.cpu_device import REQUIRED_FLAGS, with_required_flags
+def test_what_the_cpu_needs_gives_way_to_the_user():
+    # Prevents: our choice overriding a flag that was given, or reaching a parser that is not Megatron's.
+    import argparse
 
-    given = ["--num-workers=2", "--distributed-backend", "mpi"]
-    flags = with_required_flags(given)
-    assert flags[:3] == given
-    assert flags.count("--distributed-backend") == 1
-    assert "0" not in flags
-    assert set(REQUIRED_FLAGS) - {"--num-workers"} <= set(flags)
+    from megatron_nvfp4.mcore.cpu_device import set_parser_defaults
+
+    parser = argparse.ArgumentParser()
+    set_parser_defaults(parser)
+    assert vars(parser.parse_args([])) == {}
+    parser.add_argument("--num-workers", type=int, default=2)
+    parser.add_argument("--distributed-backend", default="nccl")
+    parser.add_argument("--no-rope-fusion", dest="rope_fusion", action="store_false")
+    set_parser_defaults(parser)
+    wanted = {"num_workers": 0, "distributed_backend": "gloo", "rope_fusion": False}
+    assert vars(parser.parse_args([])) == wanted
+    assert parser.parse_args(["--num-workers=3"]).num_workers == 3
+
+
+def test_a_record_that_cannot_be_written_is_refused_before_training(tmp_path):
+    # Prevents: hours of training that end in an error of the record instead of a checkpoint.
+    from megatron_nvfp4.mcore.run_record import install
+
+    with pytest.raises(ValueError, match=r"--minite-run-meta .*Is a directory"):
+        install(meta=tmp_path, steps=None, argv=[], on_cpu=True)
 
 
 # --- --spec in its calling conventions, and hooks, in a child process --------------------------------------

@@ -128,8 +128,8 @@ def check_tensor_parallel_shards_share_their_amax(folder):
     small.without_te_fallback()
     original, found = autograd._quantize, []
 
-    def recording(*args):
-        operand = original(*args)
+    def recording(*args, **kwargs):
+        operand = original(*args, **kwargs)
         if isinstance(operand, QuantizedTensor):
             found.append(operand.amax.flatten())
         return operand

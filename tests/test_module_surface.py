@@ -13,7 +13,14 @@ import pytest
 import torch
 from layer_oracle import BUILDABLE, grid, outliers, params_of
 
-from megatron_nvfp4.modules import GroupedLinear, LayerNormLinear, Linear, base, get_qlinear_params
+from megatron_nvfp4.modules import (
+    GroupedLinear,
+    LayerNormLinear,
+    Linear,
+    QLinearParams,
+    base,
+    get_qlinear_params,
+)
 from megatron_nvfp4.recipes import RECIPES
 
 CPU = {"params_dtype": torch.bfloat16, "device": "cpu"}
@@ -261,7 +268,7 @@ def test_numerics_of_a_layer_are_visible_and_replaceable():
     with pytest.raises(
         RuntimeError, match="recipe sweep_e2m1 needs simulated_float and cannot be built"
     ):
-        layer.set_qlinear_params(params_of(RECIPES["sweep_e2m1"]))
+        layer.set_qlinear_params(QLinearParams(recipe=RECIPES["sweep_e2m1"], backend="te"))
 
 
 def test_environment_names_the_recipe(monkeypatch):

@@ -1,4 +1,4 @@
-"""Measures the kernels of this project on the GPU at hand and prints CSV; see `bench.py --help`.
+"""Measures the kernels of this project on the machine at hand and prints CSV; see `bench.py --help`.
 
 Every result is checked against the definition before it is timed. Times are medians over replays of
 CUDA graphs whose calls rotate over enough tensors that no cache holds them. The ceiling is a copy of
@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_nvfp4 import quant
 from megatron_nvfp4.backends import cuda
+from megatron_nvfp4.quant import swiglu
 from megatron_nvfp4.recipes import NVFP4Spec
 
 TOKEN = NVFP4Spec(outer="token")
@@ -27,6 +28,8 @@ TENSOR = NVFP4Spec(outer="tensor")
 TILES = NVFP4Spec(block=(16, 16))
 FAST = NVFP4Spec(outer="token", four_over_six="mse", error="fast")
 STRICT = NVFP4Spec(outer="token", four_over_six="mae", error="strict")
+SWIGLU_SHAPE = (32768, 768)
+SWIGLU_OPS = ("swiglu portable", "swiglu fast math")
 CACHE_BYTES = 400 << 20  # several times the L2
 FIELDS = (
     "gpu",
@@ -191,6 +194,62 @@ def check(case: Case, rows: int = 4096) -> None:
         raise RuntimeError(f"{case.op} {case.spec}: bytes differ from the definition; not timed")
 
 
+def random_swiglu(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gates and ups, and probabilities."""
+    gate_up = torch.randn(num_rows, 2 * SWIGLU_SHAPE[1], device="cuda")
+    return gate_up.bfloat16(), torch.rand(num_rows, device="cuda")
+
+
+def measure_swiglu(fast_math: bool, with_reference: bool) -> dict[str, object]:
+    op = SWIGLU_OPS[fast_math]
+    small = random_swiglu(4096)
+    got = cuda.swiglu_quantize(*small, fast_math=fast_math)
+    expected = swiglu.swiglu_quantize(*small)
+    for name in ("codes", "block_scales", "amax"):
+        ours, theirs = (getattr(q, name).view(torch.uint8) for q in (got, expected))
+        if not torch.equal(ours, theirs):
+            raise RuntimeError(f"{op}: {name} differ from the definition; not timed")
+    sets = [random_swiglu(SWIGLU_SHAPE[0]) for _ in range(6)]
+    outputs = []  # kept, so that no call writes where the cache still holds another's
+
+    def call(x: tuple[torch.Tensor, torch.Tensor]) -> None:
+        outputs.append(cuda.swiglu_quantize(*x, fast_math=fast_math))
+
+    us = graph_us([lambda s=s: call(s) for s in sets])
+    num_rows, num_cols = SWIGLU_SHAPE
+    num_bytes = num_rows * (4 * num_cols + 4 + num_cols // 2 + num_cols // 16 + 4)
+    return {
+        "op": op,
+        "spec": str(TOKEN),
+        "dtype": "bfloat16",
+        "shape": f"{num_rows}x2x{num_cols}",
+        "bytes": num_bytes,
+    } | compare(us, num_bytes, with_reference, lambda: swiglu.swiglu_quantize(*sets[0]))
+
+
+def compare(
+    us: float, num_bytes: int, with_reference: bool, slow: Callable[[], object]
+) -> dict[str, object]:
+    """The columns of a time, beside a copy and, on request, the reference."""
+    ceiling = copy_us(num_bytes)
+    row = {
+        "us": round(us, 2),
+        "gb_per_s": round(num_bytes / us / 1e3),
+        "copy_us": round(ceiling, 2),
+        "of_copy": round(ceiling / us, 3),
+    }
+    if with_reference:
+        slow()
+        # The reference makes tensors from host constants, which a graph cannot capture; its
+        # milliseconds hide the host's time.
+        reference_us = statistics.median(events_us(slow) for _ in range(3))
+        row |= {
+            "reference_us": round(reference_us, 1),
+            "times_reference": round(reference_us / us, 1),
+        }
+    return row
+
+
 def measure(case: Case, with_reference: bool) -> dict[str, object]:
     check(case)
     x, offsets, out = prepare(case)
@@ -200,72 +259,104 @@ def measure(case: Case, with_reference: bool) -> dict[str, object]:
     sets += [prepare(case) for _ in range(min(15, CACHE_BYTES // num_bytes))]
     us = graph_us([lambda s=s: run(case, *s) for s in sets])
     del sets
-    row = {
+    return {
         "op": case.op,
         "spec": str(case.spec),
         "dtype": str(case.dtype).removeprefix("torch."),
         "shape": "x".join(map(str, case.shape))
         + (f" in {case.num_groups}" if offsets is not None else ""),
         "bytes": num_bytes,
-        "us": round(us, 2),
-        "gb_per_s": round(num_bytes / us / 1e3),
-    }
-    ceiling = copy_us(num_bytes)
-    row |= {"copy_us": round(ceiling, 2), "of_copy": round(ceiling / us, 3)}
-    if with_reference:
-        reference(case, x, offsets, out)
-        # The reference makes tensors from host constants, which a graph cannot capture; its
-        # milliseconds hide the host's time.
-        slow = statistics.median(
-            events_us(lambda: reference(case, x, offsets, out)) for _ in range(3)
-        )
-        row |= {"reference_us": round(slow, 1), "times_reference": round(slow / us, 1)}
-    return row
+    } | compare(us, num_bytes, with_reference, lambda: reference(case, x, offsets, out))
+
+
+def ask(*command: str) -> str:
+    """What a program prints, or "unknown"."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def commit() -> str:
+    """The checkout's commit, or where there is none, that of the build."""
+    here = Path(__file__).resolve().parents[1]
+    found = ask("git", "-C", str(here), "rev-parse", "--short", "HEAD")
+    if found != "unknown":
+        return found
+    try:
+        from megatron_nvfp4._build_info import INFO
+    except ImportError:  # never built
+        return found
+    return INFO["revision"][:7] or found
 
 
 def machine() -> dict[str, object]:
-    def ask(*command: str) -> str:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return done.stdout.strip() or "unknown"
-
     return {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "driver": ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "commit": ask("git", "rev-parse", "--short", "HEAD"),
+        "commit": commit(),
     }
 
 
-def rows(cases: list[Case], with_reference: bool) -> Iterator[dict[str, object]]:
+def rows(only: str, with_reference: bool) -> Iterator[dict[str, object]]:
+    """A row for every case whose op contains `only`."""
     fixed = machine()
-    for case in cases:
-        torch.cuda.empty_cache()
-        yield fixed | measure(case, with_reference)
+    for case in CASES:
+        if only in case.op:
+            torch.cuda.empty_cache()
+            yield fixed | measure(case, with_reference)
+    for fast_math, op in enumerate(SWIGLU_OPS):
+        if only in op:
+            torch.cuda.empty_cache()
+            yield fixed | measure_swiglu(bool(fast_math), with_reference)
+
+
+def chosen(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> tuple[tuple[str, ...], Iterator[dict[str, object]]]:
+    """The columns and rows that the arguments ask for."""
+    if args.what == "quantize-cpu":
+        import bench_cpu
+
+        return bench_cpu.FIELDS, bench_cpu.rows(commit())
+    if not torch.cuda.is_available():
+        parser.error("no CUDA GPU is visible")
+    if args.peers:
+        import bench_peers
+
+        return FIELDS + bench_peers.FIELDS, bench_peers.rows(args.only)
+    ops = sorted({case.op for case in CASES} | set(SWIGLU_OPS))
+    if not any(args.only in op for op in ops):
+        parser.error(f"--only {args.only!r}: no such op; ops: {ops}")
+    return FIELDS, rows(args.only, not args.no_reference)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["quantize"], help="which kernels")
+    parser.add_argument("what", choices=["quantize", "quantize-cpu"], help="which kernels")
     parser.add_argument("--only", default="", help="only cases whose op contains this text")
     parser.add_argument("--csv", type=Path, help="file to write; standard output has it anyway")
     parser.add_argument(
         "--no-reference", action="store_true", help="do not time the torch reference"
     )
+    parser.add_argument(
+        "--peers",
+        action="store_true",
+        help="instead of the table, our quantisers beside those of the peers that can be imported",
+    )
     args = parser.parse_args()
-    cases = [case for case in CASES if args.only in case.op]
-    if not cases:
-        parser.error(f"--only {args.only!r}: no such op; ops: {sorted({c.op for c in CASES})}")
-    if not torch.cuda.is_available():
-        parser.error("no CUDA GPU is visible")
-    writers = [csv.DictWriter(sys.stdout, FIELDS, restval="")]
+    fields, table = chosen(parser, args)
+    writers = [csv.DictWriter(sys.stdout, fields, restval="")]
     if args.csv:
         args.csv.parent.mkdir(parents=True, exist_ok=True)
         # Line-buffered: a run that is cut off keeps what it has measured.
-        writers.append(csv.DictWriter(args.csv.open("w", buffering=1), FIELDS, restval=""))
+        writers.append(csv.DictWriter(args.csv.open("w", buffering=1), fields, restval=""))
     for writer in writers:
         writer.writeheader()
-    for row in rows(cases, not args.no_reference):
+    for row in table:
         for writer in writers:
             writer.writerow(row)
         sys.stdout.flush()

@@ -6,7 +6,8 @@
 
 #include <cstdint>
 
-#include "../numerics.h"
+#include "../simulated.h"
+#include "../transforms.h"
 
 namespace megatron_nvfp4 {
 
@@ -22,6 +23,20 @@ struct QuantizeArgs {
   int e4m3_max;
   FourOverSix four_over_six;
   bool fast_error;
+  bool stochastic = false;
+  RandomKey key = {};
+};
+
+// An NVFP4 quantisation of the transpose of a contiguous matrix, blocks of 16 along its rows.
+struct ColumnArgs {
+  const void* x;  // (num_rows, num_cols) of `type`, num_rows a multiple of 16
+  InputType type;
+  int64_t num_rows, num_cols;
+  uint8_t* codes;         // (num_cols, num_rows / 2)
+  uint8_t* block_scales;  // (num_cols, num_rows / 16)
+  int e4m3_max;
+  bool rotated, stochastic;
+  RandomKey key;
 };
 
 struct CpuKernels {
@@ -38,6 +53,16 @@ struct CpuKernels {
                          uint8_t* block_scales);
   void (*dequantize_mxfp8)(const uint8_t* codes, const uint8_t* block_scales, int64_t num_blocks,
                            InputType type, void* out);
+  // max |x| of rows 16 * row_block and on, transformed if args.rotated.
+  float (*column_amax)(const ColumnArgs& args, int64_t row_block);
+  void (*quantize_columns)(const ColumnArgs& args, int64_t row_block, float amax);
+  // MXFP8 of the transpose of (num_rows, num_cols): rows 32 * row_block and on.
+  void (*quantize_mxfp8_columns)(const void* x, InputType type, int64_t num_rows, int64_t num_cols,
+                                 int64_t row_block, uint8_t* codes, uint8_t* block_scales);
+  // Simulated float of one row.
+  void (*quantize_simulated)(const void* x, InputType type, int64_t num_cols,
+                             const FloatFormat& format, float amax, float* values,
+                             uint8_t* block_scales);
 };
 
 extern const CpuKernels kDefaultKernels;

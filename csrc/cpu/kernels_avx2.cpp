@@ -17,12 +17,21 @@ namespace {
 constexpr int kLanes = 8;
 
 #include "kernels_impl.h"
+#include "transforms_impl.h"
 #include "transpose_avx2.h"
 
 }  // namespace
 
-const CpuKernels kAvx2Kernels = {"avx2",     amax,           quantize,
-                                 dequantize, quantize_mxfp8, dequantize_mxfp8};
+const CpuKernels kAvx2Kernels = {"avx2",
+                                 amax,
+                                 quantize,
+                                 dequantize,
+                                 quantize_mxfp8,
+                                 dequantize_mxfp8,
+                                 column_amax,
+                                 quantize_columns,
+                                 quantize_mxfp8_columns,
+                                 quantize_simulated};
 
 }  // namespace megatron_nvfp4
 

@@ -18,12 +18,21 @@ namespace {
 constexpr int kLanes = 16;
 
 #include "kernels_impl.h"
+#include "transforms_impl.h"
 #include "transpose_avx2.h"
 
 }  // namespace
 
-const CpuKernels kAvx512Kernels = {"avx512",   amax,           quantize,
-                                   dequantize, quantize_mxfp8, dequantize_mxfp8};
+const CpuKernels kAvx512Kernels = {"avx512",
+                                   amax,
+                                   quantize,
+                                   dequantize,
+                                   quantize_mxfp8,
+                                   dequantize_mxfp8,
+                                   column_amax,
+                                   quantize_columns,
+                                   quantize_mxfp8_columns,
+                                   quantize_simulated};
 
 }  // namespace megatron_nvfp4
 

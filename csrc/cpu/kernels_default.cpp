@@ -15,10 +15,19 @@ NVFP4_FN void transpose8(const uint8_t* rows, int row_bytes, uint32_t* out) {
 }
 
 #include "kernels_impl.h"
+#include "transforms_impl.h"
 
 }  // namespace
 
-const CpuKernels kDefaultKernels = {"default",  amax,           quantize,
-                                    dequantize, quantize_mxfp8, dequantize_mxfp8};
+const CpuKernels kDefaultKernels = {"default",
+                                    amax,
+                                    quantize,
+                                    dequantize,
+                                    quantize_mxfp8,
+                                    dequantize_mxfp8,
+                                    column_amax,
+                                    quantize_columns,
+                                    quantize_mxfp8_columns,
+                                    quantize_simulated};
 
 }  // namespace megatron_nvfp4

@@ -171,6 +171,38 @@ NVFP4_FN void encode_tile(const Tile& tile, const Scales& scales, Codes& codes) 
   }
 }
 
+// Random words of one block a lane; blocks lie `stride` groups of eight elements apart.
+struct alignas(64) RandomTile {
+  uint32_t words[2][4][kLanes];
+};
+
+NVFP4_FN void draw_tile(uint64_t first_group, uint64_t stride, const RandomKey& key,
+                        RandomTile& tile) {
+  for (int half = 0; half < 2; ++half) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      uint32_t words[4];
+      random_words(first_group + stride * static_cast<uint64_t>(lane) + half, key, words);
+      for (int i = 0; i < 4; ++i) tile.words[half][i][lane] = words[i];
+    }
+  }
+}
+
+// encode_tile by stochastic rounding.
+NVFP4_FN void encode_tile_stochastic(const Tile& tile, const Scales& scales,
+                                     const RandomTile& random, Codes& codes) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    uint32_t words[2] = {0, 0};
+#pragma GCC unroll 16
+    for (int i = 0; i < kBlock; ++i) {
+      const uint32_t bits = random.words[i / 8][i % 8 / 2][lane] >> (16 * (i % 2)) & 0xFFFFu;
+      const float scaled = multiply(tile.x[i][lane], scales.multiplier[lane]);
+      words[i / 8] |= encode_e2m1_stochastic(scaled, bits) << (4 * (i % 8));
+    }
+    codes.low[lane] = words[0];
+    codes.high[lane] = words[1];
+  }
+}
+
 // encode_tile, and the error of every block.
 template <class Error>
 NVFP4_FN void try_tile(const Tile& tile, const Scales& scales, const Outer& outer, Codes& codes) {
@@ -251,7 +283,14 @@ void quantize_strip(const Strip& strip, const Outer& outer) {
   finish_scales(scales, outer);
   for (int row = 0; row < strip.num_rows; ++row) {
     if (strip.num_rows > 1) load_row(strip, row, tile);
-    encode_tile(tile, scales, codes);
+    if (strip.args.stochastic) {
+      const int64_t first = (strip.first_row + row) * strip.args.num_cols / 8;
+      RandomTile random;
+      draw_tile(static_cast<uint64_t>(first + strip.first_block * 2), 2, strip.args.key, random);
+      encode_tile_stochastic(tile, scales, random, codes);
+    } else {
+      encode_tile(tile, scales, codes);
+    }
     store_row(strip, row, codes, scales);
   }
 }

@@ -3,6 +3,7 @@
 #include <ATen/Version.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -98,7 +99,7 @@ std::vector<int64_t> row_bounds(const std::optional<Tensor>& offsets, int64_t nu
       std::all_of(bounds.begin(), bounds.end(), [&](int64_t b) { return b % block_rows == 0; });
   TORCH_CHECK_VALUE(
       whole, "quantize_nvfp4: offsets ", at::IntArrayRef(bounds),
-      " cut 16x16 tiles; pad every group to a multiple of 16 rows or use 1x16 blocks");
+      " cut 16x16 tiles or blocks of columns; pad every group to a multiple of 16 rows");
   return bounds;
 }
 
@@ -125,25 +126,25 @@ Tensor checked_amax(const Tensor& amax, int64_t num) {
   return amax.clone(at::MemoryFormat::Contiguous);
 }
 
+// The last group that starts at or before the row: empty groups are passed over.
+int64_t group_of(const std::vector<int64_t>& bounds, int64_t row) {
+  return std::upper_bound(bounds.begin() + 1, bounds.end(), row) - (bounds.begin() + 1);
+}
+
 void quantize_rows(const QuantizeArgs& args, int64_t num_rows, int64_t block_rows,
                    const std::vector<int64_t>& bounds, const float* amax) {
   const int64_t num_units = (num_rows + block_rows - 1) / block_rows;
   for_each(num_units, block_rows * args.num_cols, [&](int64_t unit) {
     const int64_t row = unit * block_rows;
     const int64_t count = std::min(block_rows, num_rows - row);
-    // The last group that starts at or before the row: empty groups are passed over.
-    const auto next = std::upper_bound(bounds.begin() + 1, bounds.end(), row);
-    const int64_t group = next - (bounds.begin() + 1);
-    kernels().quantize(args, row, static_cast<int>(count), amax[group]);
+    kernels().quantize(args, row, static_cast<int>(count), amax[group_of(bounds, row)]);
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& input,
-                                                  const std::optional<Tensor>& given_amax,
-                                                  const std::optional<Tensor>& offsets,
-                                                  int64_t block_rows, bool per_token,
-                                                  int64_t e4m3_max, int64_t four_over_six,
-                                                  bool fast_error) {
+std::tuple<Tensor, Tensor, Tensor> quantize_nvfp4_by(
+    const Tensor& input, const std::optional<Tensor>& given_amax,
+    const std::optional<Tensor>& offsets, int64_t block_rows, bool per_token, int64_t e4m3_max,
+    int64_t four_over_six, bool fast_error, const std::optional<RandomKey>& key) {
   const Tensor x = checked_matrix("quantize_nvfp4", input, kBlock);
   const InputType type = type_of("quantize_nvfp4", x.scalar_type());
   TORCH_CHECK_VALUE(block_rows == 1 || (block_rows == kBlock && !per_token),
@@ -164,7 +165,9 @@ std::tuple<Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& input,
                           mutable_bytes(scales),
                           static_cast<int>(e4m3_max),
                           static_cast<FourOverSix>(four_over_six),
-                          fast_error};
+                          fast_error,
+                          key.has_value(),
+                          key.value_or(RandomKey{})};
   if (!per_token) {
     const std::vector<int64_t> bounds = row_bounds(offsets, num_rows, block_rows);
     const int64_t num_groups = static_cast<int64_t>(bounds.size()) - 1;
@@ -180,6 +183,93 @@ std::tuple<Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& input,
     kernels().quantize(args, row, 1, row_amax[row]);
   });
   return {codes, scales, amax};
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize_nvfp4(
+    const Tensor& x, const std::optional<Tensor>& amax, const std::optional<Tensor>& offsets,
+    int64_t block_rows, bool per_token, int64_t e4m3_max, int64_t four_over_six, bool fast_error) {
+  return quantize_nvfp4_by(x, amax, offsets, block_rows, per_token, e4m3_max, four_over_six,
+                           fast_error, std::nullopt);
+}
+
+RandomKey random_key(int64_t seed, int64_t offset) {
+  return {static_cast<uint64_t>(seed), static_cast<uint64_t>(offset)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize_nvfp4_stochastic(
+    const Tensor& x, const std::optional<Tensor>& amax, const std::optional<Tensor>& offsets,
+    int64_t block_rows, bool per_token, int64_t e4m3_max, int64_t seed, int64_t offset) {
+  return quantize_nvfp4_by(x, amax, offsets, block_rows, per_token, e4m3_max, 0, false,
+                           random_key(seed, offset));
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize_nvfp4_columns(const Tensor& input,
+                                                          const std::optional<Tensor>& given_amax,
+                                                          const std::optional<Tensor>& offsets,
+                                                          int64_t e4m3_max, bool rotated,
+                                                          bool stochastic, int64_t seed,
+                                                          int64_t offset) {
+  const Tensor x = checked_matrix("quantize_nvfp4_columns", input, 1);
+  const InputType type = type_of("quantize_nvfp4_columns", x.scalar_type());
+  const int64_t num_rows = x.size(0), num_cols = x.size(1);
+  TORCH_CHECK_VALUE(num_rows % kBlock == 0, "quantize_nvfp4_columns: M=", num_rows,
+                    " is not a multiple of 16; pad the rows");
+  TORCH_CHECK_VALUE(e4m3_max == 448 || e4m3_max == 256,
+                    "quantize_nvfp4_columns: e4m3_max=", e4m3_max, "; give 448 or 256");
+  const std::vector<int64_t> bounds = row_bounds(offsets, num_rows, kBlock);
+  Tensor codes = at::empty({num_cols, num_rows / 2}, x.options().dtype(at::kByte));
+  Tensor scales = at::empty({num_cols, num_rows / kBlock}, x.options().dtype(at::kFloat8_e4m3fn));
+  const ColumnArgs args{x.const_data_ptr(),
+                        type,
+                        num_rows,
+                        num_cols,
+                        mutable_bytes(codes),
+                        mutable_bytes(scales),
+                        static_cast<int>(e4m3_max),
+                        rotated,
+                        stochastic,
+                        random_key(seed, offset)};
+  const int64_t num_groups = static_cast<int64_t>(bounds.size()) - 1,
+                num_blocks = num_rows / kBlock;
+  Tensor amax = given_amax ? checked_amax(*given_amax, num_groups)
+                           : at::zeros({num_groups}, x.options().dtype(at::kFloat));
+  float* group_amax = amax.mutable_data_ptr<float>();
+  if (!given_amax) {
+    std::vector<float> found(num_blocks);
+    for_each(num_blocks, kBlock * num_cols,
+             [&](int64_t block) { found[block] = kernels().column_amax(args, block); });
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      float& group = group_amax[group_of(bounds, block * kBlock)];
+      group = std::max(group, found[block]);
+    }
+  }
+  for_each(num_blocks, kBlock * num_cols, [&](int64_t block) {
+    kernels().quantize_columns(args, block, group_amax[group_of(bounds, block * kBlock)]);
+  });
+  return {codes, scales, amax};
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize_simulated(const Tensor& input,
+                                                      const std::optional<Tensor>& given_amax,
+                                                      int64_t exponent, int64_t mantissa) {
+  const Tensor x = checked_matrix("quantize_simulated", input, kBlock);
+  const InputType type = type_of("quantize_simulated", x.scalar_type());
+  TORCH_CHECK_VALUE(exponent >= 2 && exponent <= 5 && mantissa >= 1 && mantissa <= 4,
+                    "quantize_simulated: E", exponent, "M", mantissa, "; give E2..5, M1..4");
+  const FloatFormat format = {static_cast<int>(exponent), static_cast<int>(mantissa)};
+  const int64_t num_rows = x.size(0), num_cols = x.size(1);
+  Tensor values = at::empty({num_rows, num_cols}, x.options().dtype(at::kFloat));
+  Tensor scales = at::empty({num_rows, num_cols / kBlock}, x.options().dtype(at::kFloat8_e4m3fn));
+  Tensor amax = given_amax ? checked_amax(*given_amax, num_rows)
+                           : at::empty({num_rows}, x.options().dtype(at::kFloat));
+  float *row_amax = amax.mutable_data_ptr<float>(), *to = values.mutable_data_ptr<float>();
+  uint8_t* scales_to = mutable_bytes(scales);
+  for_each(num_rows, num_cols, [&](int64_t row) {
+    if (!given_amax) row_amax[row] = kernels().amax(row_of(x, row), type, num_cols);
+    kernels().quantize_simulated(row_of(x, row), type, num_cols, format, row_amax[row],
+                                 to + row * num_cols, scales_to + row * (num_cols / kBlock));
+  });
+  return {values, scales, amax};
 }
 
 void check_quantized(const char* op, const Tensor& codes, const Tensor& scales,
@@ -242,6 +332,22 @@ std::tuple<Tensor, Tensor> quantize_mxfp8(const Tensor& input) {
   return {codes, scales};
 }
 
+std::tuple<Tensor, Tensor> quantize_mxfp8_columns(const Tensor& input) {
+  const Tensor x = checked_matrix("quantize_mxfp8_columns", input, 1);
+  const InputType type = type_of("quantize_mxfp8_columns", x.scalar_type());
+  const int64_t num_rows = x.size(0), num_cols = x.size(1), num_blocks = num_rows / kMxfp8Block;
+  TORCH_CHECK_VALUE(num_rows % kMxfp8Block == 0, "quantize_mxfp8_columns: M=", num_rows,
+                    " is not a multiple of 32; pad the rows");
+  Tensor codes = at::empty({num_cols, num_rows}, x.options().dtype(at::kFloat8_e4m3fn));
+  Tensor scales = at::empty({num_cols, num_blocks}, x.options().dtype(at::kByte));
+  uint8_t *codes_to = mutable_bytes(codes), *scales_to = mutable_bytes(scales);
+  for_each(num_blocks, kMxfp8Block * num_cols, [&](int64_t block) {
+    kernels().quantize_mxfp8_columns(x.const_data_ptr(), type, num_rows, num_cols, block, codes_to,
+                                     scales_to);
+  });
+  return {codes, scales};
+}
+
 Tensor dequantize_mxfp8(const Tensor& codes_in, const Tensor& scales_in, at::ScalarType dtype) {
   check_quantized("dequantize_mxfp8", codes_in, scales_in, at::kFloat8_e4m3fn, at::kByte,
                   kMxfp8Block);
@@ -263,9 +369,13 @@ TORCH_LIBRARY_IMPL(megatron_nvfp4, CompositeExplicitAutograd, m) { m.impl("cpu_i
 
 TORCH_LIBRARY_IMPL(megatron_nvfp4, CPU, m) {
   m.impl("quantize_nvfp4", &quantize_nvfp4);
+  m.impl("quantize_nvfp4_stochastic", &quantize_nvfp4_stochastic);
+  m.impl("quantize_nvfp4_columns", &quantize_nvfp4_columns);
   m.impl("decode_nvfp4", &decode_nvfp4);
   m.impl("dequantize_nvfp4", &dequantize_nvfp4);
   m.impl("quantize_mxfp8", &quantize_mxfp8);
+  m.impl("quantize_mxfp8_columns", &quantize_mxfp8_columns);
+  m.impl("quantize_simulated", &quantize_simulated);
   m.impl("dequantize_mxfp8", &dequantize_mxfp8);
 }
 

@@ -15,8 +15,8 @@ __device__ bool division_differs(float x, float divisor, float smallest) {
 }
 
 [[maybe_unused]] __device__ uint32_t fast_code(float y) {
-  const float q[8] = {0, 0, 0, signed_e2m1(y, negated_e2m1(y)), 0, 0, 0, 0};
-  return narrow_codes(widen_codes(q)) >> 12;
+  const float q[8] = {0, 0, 0, round_e2m1(fabsf(y)), 0, 0, 0, 0};
+  return narrow_codes(widen_codes(q), {0, bits_of(y) >> 16 & 0x8000u}) >> 12;
 }
 
 __global__ void check_numerics_kernel(unsigned long long* counts) {
@@ -26,7 +26,7 @@ __global__ void check_numerics_kernel(unsigned long long* counts) {
     const float x = float_of(static_cast<uint32_t>(i));
     const uint32_t exponent = bits_of(x) >> 23 & 255u;
 #if NVFP4_HARDWARE_E4M3
-    if (!(absolute(x) >= 6.99f * kCodeScale)) {
+    if (absolute(x) < 6.99f * kCodeScale) {
       bad[0] += fast_code(x) != encode_e2m1_software(multiply(x, 1.0f / kCodeScale));
     }
     bad[5] += encode_e4m3(x) != encode_e4m3_software(x);
@@ -35,6 +35,11 @@ __global__ void check_numerics_kernel(unsigned long long* counts) {
     bad[2] += division_differs(x, kE2m1Max, 1e-35f);
     bad[3] += division_differs(x, kE2m1Max * 256.0f, 1e-31f);
     bad[4] += division_differs(x, kE2m1Max * 448.0f, 1e-31f);
+    if (is_ordinary_amax(x)) {
+      for (const int e4m3_max : {256, 448}) {
+        bad[7] += differs(fast_encode_scale(x, e4m3_max), encode_scale(x, e4m3_max));
+      }
+    }
 #if NVFP4_HARDWARE_E2M1
     bad[6] += encode_e2m1(x) != encode_e2m1_software(x);
 #endif

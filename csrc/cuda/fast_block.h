@@ -62,20 +62,16 @@ NVFP4_FN float fast_divide(float x, float divisor, float inverse) {
   return fused(fused(-divisor, q, x), inverse, q);
 }
 
-// -q * 2^-6 with q the E2M1 value nearest to y * 2^6, for |y| < 7 * 2^-6; a zero has either sign.
+// q * 2^-6 with q the E2M1 value nearest to y * 2^6, for 0 <= y < 7 * 2^-6.
 //
-// Above 1 the subtractions of c = |y| * 2^22 + y leave the two leading bits of y, rounded to even;
-// below, c is the constant that leaves multiples of 1/2. A NaN stays NaN.
-NVFP4_FN float negated_e2m1(float y) {
-  const float c = larger(fused(absolute(y), 4194304.0f, y), 1.5f * 4194304.0f * kCodeScale);
-  return subtract(subtract(c, y), c);
+// Above 1 the subtractions of c = y * (2^22 + 1) leave the two leading bits of y, rounded to even;
+// below, c is the constant that leaves multiples of 1/2.
+NVFP4_FN float round_e2m1(float y) {
+  const float c = larger(multiply(y, 4194305.0f), 1.5f * 4194304.0f * kCodeScale);
+  return subtract(c, subtract(c, y));
 }
 
-// q * 2^-6 with the sign of y on a zero; r = negated_e2m1(y). The sum rounds back to q unless q is
-// zero.
-NVFP4_FN float signed_e2m1(float y, float r) { return fused(y, 9.313225746154785e-10f, -r); }
-
-// E4M3 bits of two floats, the first in the low byte.
+// E4M3 bits of two non-negative floats, the first in the low byte.
 NVFP4_FN uint32_t encode_e4m3x2(float low, float high) {
 #if NVFP4_HARDWARE_E4M3
   uint16_t pair;
@@ -86,7 +82,27 @@ NVFP4_FN uint32_t encode_e4m3x2(float low, float high) {
 #endif
 }
 
-// Eight rounded elements as E4M3 bytes S00CCC00 with the code SCCC: the even ones and the odd ones.
+// The inverse, for a pair that holds no NaN.
+NVFP4_FN void decode_e4m3x2(uint32_t pair, float& low, float& high) {
+#if NVFP4_HARDWARE_E4M3
+  asm("{ .reg .b32 h; .reg .b16 a, b; cvt.rn.f16x2.e4m3x2 h, %2; mov.b32 {a, b}, h;"
+      " cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
+      : "=f"(low), "=f"(high)
+      : "h"(static_cast<uint16_t>(pair)));
+#else
+  low = decode_e4m3(pair & 0xFFu);
+  high = decode_e4m3(pair >> 8);
+#endif
+}
+
+// Signs of eight elements, in bit 7 of the bytes: of the even ones and of the odd ones. Other bits
+// are anything.
+struct Signs {
+  uint32_t even, odd;
+};
+
+// Eight rounded magnitudes as E4M3 bytes 000CCC00 with the code CCC: the even ones and the odd
+// ones.
 struct WideCodes {
   uint32_t even, odd;
 };
@@ -96,27 +112,10 @@ NVFP4_FN WideCodes widen_codes(const float (&q)[8]) {
           encode_e4m3x2(q[1], q[3]) | (encode_e4m3x2(q[5], q[7]) << 16)};
 }
 
-// Their codes, the first element's in the lowest nibble. A NaN byte, 0x7F, becomes code 7.
-NVFP4_FN uint32_t narrow_codes(WideCodes wide) {
-  const uint32_t even = ((wide.even >> 2) & 0x07070707u) | ((wide.even >> 4) & 0x08080808u);
-  return even | (wide.odd & 0x80808080u) | ((wide.odd << 2) & 0x70707070u);
-}
-
-// Codes of eight elements y * 2^6, |y| < 7 * 2^-6 or NaN.
-NVFP4_FN uint32_t encode8(const float (&y)[8]) {
-#if NVFP4_HARDWARE_E2M1
-  uint32_t codes = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    codes |= encode_e2m1x2(multiply(y[2 * i], 64.0f), multiply(y[2 * i + 1], 64.0f)) << (8 * i);
-  }
-  return codes;
-#else
-  float q[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) q[i] = signed_e2m1(y[i], negated_e2m1(y[i]));
-  return narrow_codes(widen_codes(q));
-#endif
+// Their codes under their signs, the first element's in the lowest nibble.
+NVFP4_FN uint32_t narrow_codes(WideCodes wide, Signs signs) {
+  const uint32_t magnitudes = (wide.even >> 2) + (wide.odd << 2);
+  return magnitudes | (signs.odd & 0x80808080u) | ((signs.even >> 4) & 0x08080808u);
 }
 
 // What all blocks of a row share. `ordinary`: the functions above may be used.
@@ -125,13 +124,33 @@ struct Outer {
   bool ordinary;
 };
 
+NVFP4_FN bool is_ordinary_amax(float amax) {
+  return (amax == 0.0f) | ((amax >= kOrdinaryMin) & (amax <= kOrdinaryMax));
+}
+
+// encode_scale of an ordinary amax: its reciprocal, and the remainder of the first quotient.
+NVFP4_FN float fast_encode_scale(float amax, int e4m3_max) {
+  const float dividend = static_cast<float>(e4m3_max) * kE2m1Max;
+  const float inverse = fast_reciprocal(amax);
+  const float q = multiply(dividend, inverse);
+  return select(amax == 0.0f, 1.0f, fused(fused(-amax, q, dividend), inverse, q));
+}
+
+// Not inlined on the device: rarely run.
+#if defined(__CUDACC__)
+static __host__ __device__ __noinline__
+#else
+static inline
+#endif
+    Outer any_outer(float amax, int e4m3_max) {
+  const float s_enc = encode_scale(amax, e4m3_max);
+  return {amax, s_enc, decode_scale(s_enc), false};
+}
+
 NVFP4_FN Outer outer_of(float amax, int e4m3_max) {
-  Outer outer;
-  outer.amax = amax;
-  outer.s_enc = encode_scale(amax, e4m3_max);
-  outer.s_dec = decode_scale(outer.s_enc);
-  outer.ordinary = (amax == 0.0f) | ((amax >= kOrdinaryMin) & (amax <= kOrdinaryMax));
-  return outer;
+  if (!is_ordinary_amax(amax)) return any_outer(amax, e4m3_max);
+  const float s_enc = fast_encode_scale(amax, e4m3_max);
+  return {amax, s_enc, fast_reciprocal(s_enc), true};
 }
 
 // block_multiplier * 2^-6 of an ordinary row.
@@ -141,22 +160,23 @@ NVFP4_FN float fast_multiplier(float scale, float s_dec) {
   return smaller(fast_reciprocal(z), kFltMax * kCodeScale);
 }
 
-// Whether the fast functions may encode a block: none of its elements reaches 7. Only a block whose
-// scale is subnormal or was made for a smaller amax can.
+// Whether the fast functions may encode a block of an ordinary row: it holds no NaN, which would be
+// its amax here, and none of its elements reaches 7. Only a block whose scale is subnormal or was
+// made for a smaller amax can.
 NVFP4_FN bool is_ordinary(float block_amax, float multiplier) {
   return multiply(block_amax, multiplier) < 6.99f * kCodeScale;
 }
 
-// One element's term of a four-over-six error; r = negated_e2m1. strict needs inverse = RN(1 /
-// divisor).
+// Term of a four-over-six error of an element with magnitude x; q = round_e2m1. strict needs
+// inverse = RN(1 / divisor). A difference has the other sign for a negative element, its term not.
 template <FourOverSix metric, bool fast>
-NVFP4_FN float fast_error_term(float r, float scale64, float x, float x_scaled, const Outer& outer,
+NVFP4_FN float fast_error_term(float q, float scale64, float x, float x_scaled, const Outer& outer,
                                float divisor, float inverse) {
   float difference;
   if (fast) {
-    difference = fused(-r, scale64, -x_scaled);  // q * s_b is exact, so this rounds once
+    difference = fused(q, scale64, -x_scaled);  // q * s_b is exact, so this rounds once
   } else {
-    const float decoded = multiply(multiply(-r, scale64), outer.amax);
+    const float decoded = multiply(multiply(q, scale64), outer.amax);
     difference = subtract(fast_divide(decoded, divisor, inverse), x);
   }
   return error_term(difference, metric);

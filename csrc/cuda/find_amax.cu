@@ -21,6 +21,12 @@ struct Segments {
   float* amax;
 };
 
+// Not inlined: rarely run.
+template <class T>
+__device__ __noinline__ float amax_of_numbers(Words<T> block) {
+  return largest_number<T>(block.w);
+}
+
 template <class T>
 NVFP4_DEVICE float segment_amax(const Segments& s, int64_t segment, int lane) {
   const int64_t begin = segment * s.blocks_per_segment;
@@ -32,10 +38,19 @@ NVFP4_DEVICE float segment_amax(const Segments& s, int64_t segment, int lane) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int64_t block = b + 32 * i;
-      load_block<T>(x + block * (T::kWords / 4), block < end, words[i]);
+      load_block<T>(x + (block < end ? block : b) * (T::kWords / 4), words[i]);
     }
+    float found = T::amax(words[0]);
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) amax = fmaxf(amax, T::amax(words[i]));
+    for (int i = 1; i < kLoads; ++i) found = larger_bits(found, T::amax(words[i]));
+    if (is_nan(found)) {
+      found = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        found = fmaxf(found, amax_of_numbers<T>(pass<T>(words[i])));
+      }
+    }
+    amax = fmaxf(amax, found);
   }
   return max_over_lanes(amax, 32);
 }

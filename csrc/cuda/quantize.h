@@ -18,7 +18,7 @@ enum class AmaxSource : int { kSelf, kRow, kTensor, kGroup };
 
 // All matrices are contiguous and 16-byte aligned; optional ones are null.
 struct QuantizeArgs {
-  const void* x;  // (num_rows, num_cols), num_cols a multiple of 16
+  const void* x;  // (num_rows, num_cols), num_cols a multiple of 16; for swiglu_quantize gate | up
   InputType type;
   int64_t num_rows;
   int num_cols;
@@ -35,6 +35,7 @@ struct QuantizeArgs {
   uint8_t* codes_t;         // (num_cols, num_rows / 2), 16x16 blocks only
   uint8_t* block_scales_t;  // (num_cols, num_rows / 16), swizzled as block_scales
   void* decoded;            // BF16 (num_rows, num_cols), 1x16 blocks only
+  const float* probs;       // (num_rows,), of swiglu_quantize
 };
 
 // Widest row whose amax quantize_rows can find itself.
@@ -47,14 +48,21 @@ cudaError_t quantize_rows(const QuantizeArgs& args, cudaStream_t stream);
 // of a group whose rows are not whole tiles are set to NaN.
 cudaError_t quantize_tiles(const QuantizeArgs& args, cudaStream_t stream);
 
+// Widest product that swiglu_quantize takes: a row is held on chip.
+constexpr int kMaxSwiGluCols = 384 * 2 * kBlock;
+
+// 1x16 blocks of swiglu(x) * probs, BF16, per token: x is (num_rows, 2 * num_cols). fast_math takes
+// the hardware's exponential and reciprocal.
+cudaError_t swiglu_quantize(const QuantizeArgs& args, bool fast_math, cudaStream_t stream);
+
 // Fills args.amax for its source: of every row, of the tensor, of every group (0 if it is empty).
 // NaN does not take part. Deterministic: maxima do not depend on order.
 cudaError_t find_amax(const QuantizeArgs& args, cudaStream_t stream);
 
 // Adds up where fast_block.h and the hardware's conversions differ from numerics.h, over all 2^32
 // floats where that is the domain: rounding to E2M1, reciprocal, the three divisions, E4M3,
-// hardware E2M1.
-constexpr int kNumericsChecks = 7;
+// hardware E2M1, encoding scale.
+constexpr int kNumericsChecks = 8;
 cudaError_t check_numerics(int64_t* counts, cudaStream_t stream);
 
 }  // namespace megatron_nvfp4::cuda

@@ -11,11 +11,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_nvfp4.quant import MXFP8Tensor, QuantizedTensor
+from megatron_nvfp4.quant import MXFP8Tensor, QuantizedTensor, SimulatedTensor
 from megatron_nvfp4.recipes import Format
 
-Operand = Tensor | QuantizedTensor | MXFP8Tensor
-OPS = ("quantize", "gemm", "grouped_gemm", "grouped_wgrad")
+Operand = Tensor | QuantizedTensor | MXFP8Tensor | SimulatedTensor
+# "quantize_rotated" is quantize with rotated=True.
+OPS = ("quantize", "quantize_rotated", "gemm", "grouped_gemm", "grouped_wgrad")
 # Fastest first; "reference" can do everything, slowly. By name only: "torch", the framework's own GEMMs for
 # unquantised operands, which a recipe that bypasses our operators asks for, and "te", to compare with.
 PREFERENCE = ("cuda", "cpu", "reference")
@@ -47,9 +48,22 @@ class Backend(Protocol):
         ...
 
     def quantize(
-        self, x: Tensor, spec: Format, *, amax: Tensor | None = None, offsets: Tensor | None = None
+        self,
+        x: Tensor,
+        spec: Format,
+        *,
+        amax: Tensor | None = None,
+        offsets: Tensor | None = None,
+        column_offsets: Tensor | None = None,
+        rotated: bool = False,
+        seed: int | None = None,
+        offset: int = 0,
     ) -> Operand:
-        """x (M, K) in format `spec`; with offsets (G+1,), every row group as if alone."""
+        """x (M, K), of any strides, in format `spec`; with offsets (G+1,), every row group as if alone.
+
+        column_offsets (G+1,): the same of groups of columns, of whole blocks each. rotated: quantise rht(x).
+        seed, offset: see quant.random_bits; a format that rounds stochastically needs a seed.
+        """
         ...
 
     def gemm(

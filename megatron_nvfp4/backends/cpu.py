@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_nvfp4.quant import MXFP8Tensor, QuantizedTensor
-from megatron_nvfp4.recipes import MXFP8, Format, NVFP4Spec
+from megatron_nvfp4.recipes import BF16, FORWARD, Format
 
 from . import Operand, ops
 from .extension import why_not_cpu
@@ -20,7 +20,6 @@ class CpuBackend(ReferenceBackend):
     """See the module and `Backend`."""
 
     name = "cpu"
-    features = frozenset({"nvfp4", "mxfp8", "four_over_six"})
 
     def why_not(
         self,
@@ -31,22 +30,22 @@ class CpuBackend(ReferenceBackend):
     ) -> str | None:
         if device is not None and torch.device(device).type != "cpu":
             return f"it works on CPU tensors, these are on {device}; use backend='cuda'"
+        if op == "quantize_rotated":
+            for spec in formats:
+                if ops.rotation_fault(spec):
+                    return ops.rotation_fault(spec)
         return super().why_not(op, formats, shape, device) or why_not_cpu()
 
-    def quantize(
-        self, x: Tensor, spec: Format, *, amax: Tensor | None = None, offsets: Tensor | None = None
-    ) -> Operand:
-        if isinstance(spec, NVFP4Spec):
-            return ops.quantize_nvfp4(x, spec, amax, offsets)
-        if spec == MXFP8:
-            return ops.quantize_mxfp8(x)
-        return super().quantize(x, spec, amax=amax, offsets=offsets)
+    def quantize(self, x: Tensor, spec: Format, **options) -> Operand:
+        if spec in (BF16, FORWARD):
+            return x
+        return ops.quantize(x, spec, **options)
 
-    def decode(self, operand: Operand) -> tuple[Tensor, Tensor | None]:
+    def decode(self, operand: Operand) -> Tensor:
         if isinstance(operand, QuantizedTensor):
-            return ops.decode_exact(operand)[0].double(), operand.row_scale()
+            return ops.decode_exact(operand)[0].double()
         if isinstance(operand, MXFP8Tensor):
-            return ops.decode_mxfp8(operand).double(), None
+            return ops.decode_mxfp8(operand).double()
         return super().decode(operand)
 
 

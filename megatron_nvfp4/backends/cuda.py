@@ -11,10 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_nvfp4.quant import QuantizedTensor
 from megatron_nvfp4.quant.layout import swizzled_shape
-from megatron_nvfp4.recipes import Format, NVFP4Spec, format_needs
+from megatron_nvfp4.quant.swiglu import TOKEN, check_spec
+from megatron_nvfp4.recipes import BF16, FORWARD, Format, NVFP4Spec
 
 from . import Operand, extension, ops
+from .reference import ReferenceBackend, contraction_fault
 
 # What check_numerics compares, in the order of the operator's counts.
 NUMERICS_CHECKS = (
@@ -25,6 +28,7 @@ NUMERICS_CHECKS = (
     "divide by 2688",
     "hardware E4M3",
     "hardware E2M1",
+    "encoding scale",
 )
 _METRICS = (None, "mae", "mse")
 
@@ -33,7 +37,7 @@ class CudaBackend:
     """See the module and `Backend`."""
 
     name = "cuda"
-    features = frozenset({"nvfp4", "four_over_six"})
+    features = ReferenceBackend.features
 
     def why_not(
         self,
@@ -42,23 +46,26 @@ class CudaBackend:
         shape: Sequence[int] | None = None,
         device: torch.device | str | None = None,
     ) -> str | None:
-        if op != "quantize":
+        if op not in ("quantize", "quantize_rotated"):
             return f"the extension has no kernel for {op}"
-        if not all(isinstance(spec, NVFP4Spec) for spec in formats):
-            return f"the extension has no quantiser for {', '.join(map(str, formats))}"
-        missing = set().union(*(format_needs(spec) for spec in formats)) - self.features
-        if missing:
-            return f"{', '.join(sorted(missing))} is not implemented"
+        for spec in formats:
+            reason = _format_fault(op, spec)
+            if reason:
+                return reason
         if device is not None and torch.device(device).type != "cuda":
             return f"it works on CUDA tensors, these are on {device}; use backend='cpu'"
-        if shape is not None and shape[-1] % 16:
-            return f"K={shape[-1]} is not a multiple of 16; leave this layer in BF16"
-        return extension.why_not_cuda()
+        return contraction_fault(op, formats, shape) or extension.why_not_cuda()
 
-    def quantize(
-        self, x: Tensor, spec: Format, *, amax: Tensor | None = None, offsets: Tensor | None = None
-    ) -> Operand:
-        return ops.quantize_nvfp4(x, spec, amax, offsets)
+    def quantize(self, x: Tensor, spec: Format, **options) -> Operand:
+        return ops.quantize(x, spec, **options)
+
+
+def _format_fault(op: str, spec: Format) -> str | None:
+    if spec in (BF16, FORWARD):
+        return f"{spec} is not quantised"
+    if isinstance(spec, NVFP4Spec) and spec.block == (16, 16) and spec.rounding == "stochastic":
+        return f"no kernel rounds {spec}; use 1x16 blocks, or backend='reference'"
+    return ops.rotation_fault(spec) if op == "quantize_rotated" else None
 
 
 @dataclass(frozen=True)
@@ -146,6 +153,21 @@ def quantize_nvfp4_out(
     )
 
 
+def swiglu_quantize(
+    gate_up: Tensor, probs: Tensor, spec: NVFP4Spec = TOKEN, *, fast_math: bool = False
+) -> QuantizedTensor:
+    """quant.swiglu.swiglu_quantize, bit for bit on every GPU, in one pass; waits for nothing.
+
+    gate_up: BF16 (M, 2K), K up to 12288. probs: FP32 (M,).
+    fast_math: the GPU's own exponential and reciprocal instead of exact steps. CUDA does not define their
+    bits; on the H200 they give the definition's for every finite gate.
+    Raises ValueError for what the definition refuses and for a wider K.
+    """
+    check_spec(spec)
+    parts = _ops().swiglu_quantize(gate_up, probs, spec.e4m3_max, fast_math)
+    return QuantizedTensor(*parts, spec)
+
+
 def check_numerics(device: torch.device | str = "cuda") -> dict[str, int]:
     """Mismatches of the fast arithmetic with the definition, over all 2^32 floats, by NUMERICS_CHECKS.
 
@@ -162,7 +184,17 @@ def _ops():
     extension.load()
     for name in ("quantize_nvfp4_out", "check_numerics_out"):
         torch.library.register_fake(f"megatron_nvfp4::{name}", lambda *args, **kwargs: None)
+    torch.library.register_fake("megatron_nvfp4::swiglu_quantize", _fake_swiglu_quantize)
     return torch.ops.megatron_nvfp4
+
+
+def _fake_swiglu_quantize(gate_up, probs, e4m3_max, fast_math):
+    num_rows, num_cols = gate_up.shape[0], gate_up.shape[1] // 2
+    return (
+        gate_up.new_empty(num_rows, num_cols // 2, dtype=torch.uint8),
+        gate_up.new_empty(num_rows, num_cols // 16, dtype=torch.float8_e4m3fn),
+        gate_up.new_empty(num_rows, dtype=torch.float32),
+    )
 
 
 BACKEND = CudaBackend()

@@ -13,13 +13,25 @@ from torch import Tensor
 from megatron_nvfp4.quant import (
     MXFP8Tensor,
     QuantizedTensor,
+    SimulatedTensor,
     decode_exact,
     decode_mxfp8,
+    decode_simulated,
     quantize,
     quantize_grouped,
     quantize_mxfp8,
+    quantize_simulated,
+    rht,
 )
-from megatron_nvfp4.recipes import BF16, FORWARD, MXFP8, Format, NVFP4Spec, format_needs
+from megatron_nvfp4.recipes import (
+    BF16,
+    FORWARD,
+    MXFP8,
+    FloatSpec,
+    Format,
+    NVFP4Spec,
+    format_needs,
+)
 
 from . import Operand
 
@@ -28,7 +40,16 @@ class ReferenceBackend:
     """See the module and `Backend`."""
 
     name = "reference"
-    features = frozenset({"nvfp4", "mxfp8", "four_over_six"})
+    features = frozenset(
+        {
+            "nvfp4",
+            "mxfp8",
+            "four_over_six",
+            "stochastic_rounding",
+            "random_hadamard_transform",
+            "simulated_float",
+        }
+    )
 
     def why_not(
         self,
@@ -37,25 +58,35 @@ class ReferenceBackend:
         shape: Sequence[int] | None = None,
         device: torch.device | str | None = None,
     ) -> str | None:
-        missing = set().union(*(format_needs(spec) for spec in formats)) - self.features
-        if missing:
-            return f"{', '.join(sorted(missing))} is not implemented"
-        return contraction_fault(op, formats, shape)
+        return missing_feature(op, formats, self.features) or contraction_fault(op, formats, shape)
 
     def quantize(
-        self, x: Tensor, spec: Format, *, amax: Tensor | None = None, offsets: Tensor | None = None
+        self,
+        x: Tensor,
+        spec: Format,
+        *,
+        amax: Tensor | None = None,
+        offsets: Tensor | None = None,
+        column_offsets: Tensor | None = None,
+        rotated: bool = False,
+        seed: int | None = None,
+        offset: int = 0,
     ) -> Operand:
+        x = rht(x) if rotated else x
+        random = {"seed": seed, "offset": offset}
         if isinstance(spec, NVFP4Spec):
             if offsets is None:
-                return quantize(x, spec, amax)
-            return quantize_grouped(x, offsets, spec, amax)
+                return quantize(x, spec, amax, column_offsets=column_offsets, **random)
+            return quantize_grouped(x, offsets, spec, amax, **random)
         if spec == MXFP8:
             return quantize_mxfp8(x)
+        if isinstance(spec, FloatSpec):
+            return quantize_simulated(x, spec, amax)
         if spec in (BF16, FORWARD):
             return x
         raise ValueError(f"reference: cannot quantise to {spec}")
 
-    def decode(self, operand: Operand) -> tuple[Tensor, Tensor | None]:
+    def decode(self, operand: Operand) -> Tensor:
         """What the GEMMs multiply: decode_fp64, or a faster decoder of the same values."""
         return decode_fp64(operand)
 
@@ -78,8 +109,8 @@ class ReferenceBackend:
         bounds = offsets.tolist()
         num_groups = len(bounds) - 1
         num_cols = b.shape[0] // num_groups
-        a_exact, a_scale = self.decode(a)
-        b_exact, b_scale = self.decode(b)
+        a_exact, b_exact = self.decode(a), self.decode(b)
+        a_scale, b_scale = row_scale(a), row_scale(b)
         out = torch.empty(a.shape[0], num_cols, dtype=out_dtype, device=a.device)
         for group in range(num_groups):
             rows = slice(bounds[group], bounds[group + 1])
@@ -103,17 +134,27 @@ class ReferenceBackend:
         accumulate: bool,
     ) -> None:
         bounds = offsets.tolist()
-        a_exact, a_scale = self.decode(a)
-        b_exact, b_scale = self.decode(b)
+        a_exact, b_exact = self.decode(a), self.decode(b)
         for group, target in enumerate(out):
             rows = slice(bounds[group], bounds[group + 1])
             y = (a_exact[:, rows] @ b_exact[:, rows].t()).float()
-            scale = outer_product_scale(a_scale, b_scale, slice(None), slice(None))
+            scale = outer_product_scale(
+                row_scale(a, group), row_scale(b, group), slice(None), slice(None)
+            )
             if scale is not None:
                 y = y * scale
             if accumulate:
                 y = y + target.float()
             target.copy_(y)
+
+
+def missing_feature(op: str, formats: Sequence[Format], features: frozenset[str]) -> str | None:
+    """Which kernel features `op` on these formats takes and `features` lacks, or None."""
+    needs = set().union(*(format_needs(spec) for spec in formats))
+    if op == "quantize_rotated":
+        needs.add("random_hadamard_transform")
+    missing = needs - features
+    return f"{', '.join(sorted(missing))} is not implemented" if missing else None
 
 
 def contraction_fault(
@@ -123,7 +164,7 @@ def contraction_fault(
     if shape is None or op == "grouped_wgrad":  # wgrad contracts tokens, which are padded
         return None
     for spec in formats:
-        multiple = 16 if "nvfp4" in format_needs(spec) else 32 if spec == MXFP8 else 1
+        multiple = 32 if spec == MXFP8 else 1 if spec in (BF16, FORWARD) else 16
         if shape[-1] % multiple:
             return (
                 f"K={shape[-1]} is not a multiple of {multiple}, the block of {spec}; "
@@ -132,13 +173,22 @@ def contraction_fault(
     return None
 
 
-def decode_fp64(operand: Operand) -> tuple[Tensor, Tensor | None]:
-    """Exact FP64 values (M, K), and the FP32 outer scale of every row or None."""
+def decode_fp64(operand: Operand) -> Tensor:
+    """Exact values without the outer scale, FP64 (M, K)."""
     if isinstance(operand, QuantizedTensor):
-        return decode_exact(operand)[0].double(), operand.row_scale()
+        return decode_exact(operand)[0].double()
     if isinstance(operand, MXFP8Tensor):
-        return decode_mxfp8(operand).double(), None
-    return operand.double(), None
+        return decode_mxfp8(operand).double()
+    if isinstance(operand, SimulatedTensor):
+        return decode_simulated(operand).double()
+    return operand.double()
+
+
+def row_scale(operand: Operand, group: int | None = None) -> Tensor | None:
+    """FP32 outer scale of every row (M,), in the columns of `group` where columns are grouped, or None."""
+    if isinstance(operand, QuantizedTensor):
+        return operand.row_scale(group)
+    return operand.outer_scale if isinstance(operand, SimulatedTensor) else None
 
 
 def outer_product_scale(

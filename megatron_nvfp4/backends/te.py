@@ -32,6 +32,8 @@ class TransformerEngineBackend:
     ) -> str | None:
         if importlib.util.find_spec("transformer_engine") is None:
             return "transformer-engine is not installed (pip install transformer-engine[pytorch])"
+        if op == "quantize_rotated":
+            return "TE's rotation is not offered: it comes with columnwise kernels only"
         if op != "quantize":
             return "TE's GEMM is not offered: it applies the outer scales in another order"
         missing = set().union(*(format_needs(spec) for spec in formats)) - self.features
@@ -54,10 +56,15 @@ class TransformerEngineBackend:
         *,
         amax: Tensor | None = None,
         offsets: Tensor | None = None,
+        column_offsets: Tensor | None = None,
+        rotated: bool = False,
+        seed: int | None = None,
+        offset: int = 0,
     ) -> Operand:
-        if amax is not None or (offsets is not None and offsets.numel() > 2):
+        grouped = any(o is not None and o.numel() > 2 for o in (offsets, column_offsets))
+        if amax is not None or grouped or rotated:
             raise ValueError(
-                "te: TE takes no given amax and no groups; use backend cuda or reference"
+                "te: no given amax, no groups and no rotation; use backend cuda or reference"
             )
         import transformer_engine_torch as tex
         from transformer_engine.pytorch import NVFP4Quantizer
@@ -72,12 +79,14 @@ class TransformerEngineBackend:
             nvfp4_e4m3_max=spec.e4m3_max,
             nvfp4_4over6_err_mode=(spec.four_over_six or "mae").upper(),
         )
-        quantized = quantizer(x)
+        quantized = quantizer(x.contiguous())
         num_rows, num_cols = x.shape
         scales = quantized._rowwise_scale_inv.view(torch.float8_e4m3fn)
         scales = scales[:num_rows, : num_cols // 16].contiguous()
         codes = quantized._rowwise_data.view(torch.uint8)
-        return QuantizedTensor(codes, scales, quantized._amax_rowwise, spec, offsets)
+        return QuantizedTensor(
+            codes, scales, quantized._amax_rowwise, spec, offsets, column_offsets
+        )
 
 
 BACKEND = TransformerEngineBackend()

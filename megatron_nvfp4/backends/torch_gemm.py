@@ -28,15 +28,13 @@ class TorchBackend:
         shape: Sequence[int] | None = None,
         device: torch.device | str | None = None,
     ) -> str | None:
-        if op == "quantize" and any(spec not in (BF16, FORWARD) for spec in formats):
+        if op.startswith("quantize") and any(spec not in (BF16, FORWARD) for spec in formats):
             return "torch does not quantise"
         if any(spec not in (BF16, FORWARD) for spec in formats):
             return "torch multiplies unquantised operands only"
         return None
 
-    def quantize(
-        self, x: Tensor, spec: Format, *, amax: Tensor | None = None, offsets: Tensor | None = None
-    ) -> Operand:
+    def quantize(self, x: Tensor, spec: Format, **_) -> Operand:
         return x
 
     def gemm(
@@ -86,11 +84,12 @@ class TorchBackend:
 
 
 def _linear(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """a times b transposed plus bias, in a's dtype except on a CPU, where it may stay FP32."""
-    if a.device.type == "cpu":
+    """a times b transposed plus bias, in a's dtype, but FP32 for 16-bit operands on a CPU."""
+    if a.device.type == "cpu" and a.itemsize == 2:
         a, b = a.float(), b.float()
         bias = None if bias is None else bias.float()
-    return torch.nn.functional.linear(a, b, bias)
+    with torch.autocast(a.device.type, enabled=False):  # it would undo the choice of dtype
+        return torch.nn.functional.linear(a, b, bias)
 
 
 def _wgrad(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_nvfp4 import backends
-from megatron_nvfp4.backends.reference import decode_fp64
+from megatron_nvfp4.backends.reference import decode_fp64, row_scale
 from megatron_nvfp4.modules.params import QLinearParams
 from megatron_nvfp4.recipes import BF16, FORWARD, Format
 
@@ -21,6 +21,7 @@ CONTRACTIONS = (128, 192)
 # Rows of three groups, one of them empty; multiples of 16, so that 16x16 tiles fit.
 ROW_BOUNDS = (0, 16, 16, 48)
 NUM_COLS = 32
+SEED = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,9 @@ def paths_of(params: QLinearParams) -> list[Path]:
         (recipe.wgrad, ("grouped_wgrad",)),
     ):
         formats = (operands.left, operands.right)
+        quantize = "quantize_rotated" if operands.hadamard else "quantize"
         paths += [
-            Path(op="quantize", formats=(spec,), candidates=ours)
+            Path(op=quantize, formats=(spec,), candidates=ours)
             for spec in formats
             if spec not in (BF16, FORWARD)
         ]
@@ -109,6 +111,8 @@ def _attempt(
 def _shape(op: str, contraction: int) -> tuple[int, ...]:
     if op == "quantize":
         return (ROW_BOUNDS[-1], contraction)
+    if op == "quantize_rotated":
+        return (contraction, ROW_BOUNDS[-1])
     if op == "grouped_wgrad":
         return (NUM_COLS, ROW_BOUNDS[-1], contraction)
     return (ROW_BOUNDS[-1], NUM_COLS, contraction)
@@ -126,19 +130,37 @@ def _values(num_rows: int, num_cols: int, seed: int) -> Tensor:
 def _operand(spec: Format, x: Tensor, offsets: Tensor | None, device: torch.device):
     """The operand by the reference, whose bits are right by definition."""
     offsets = None if offsets is None else offsets.to(device)
-    return backends.get("reference").quantize(x.to(device), spec, offsets=offsets)
+    return backends.get("reference").quantize(x.to(device), spec, offsets=offsets, seed=SEED)
 
 
 def _run_quantize(backend, formats: tuple[Format, ...], contraction: int, device) -> None:
     """Bits against the reference on the CPU, alone and by groups."""
     x = _values(ROW_BOUNDS[-1], contraction, seed=1)
     for offsets in (None, torch.tensor(ROW_BOUNDS)):
-        expected = backends.get("reference").quantize(x, formats[0], offsets=offsets)
+        expected = backends.get("reference").quantize(x, formats[0], offsets=offsets, seed=SEED)
         moved = None if offsets is None else offsets.to(device)
-        got = backend.quantize(x.to(device), formats[0], offsets=moved)
-        for part in ("codes", "block_scales", "amax"):
-            if hasattr(expected, part):
-                _compare_bits(part, getattr(got, part), getattr(expected, part))
+        got = backend.quantize(x.to(device), formats[0], offsets=moved, seed=SEED)
+        _compare_operands(got, expected)
+
+
+def _run_quantize_rotated(backend, formats: tuple[Format, ...], contraction: int, device) -> None:
+    """The same of a transposed matrix after the random Hadamard transform, by groups of columns."""
+    x = _values(ROW_BOUNDS[-1], contraction, seed=1)
+    bounds = torch.tensor(ROW_BOUNDS)
+    options = {"rotated": True, "seed": SEED}
+    expected = backends.get("reference").quantize(
+        x.t(), formats[0], column_offsets=bounds, **options
+    )
+    got = backend.quantize(
+        x.to(device).t(), formats[0], column_offsets=bounds.to(device), **options
+    )
+    _compare_operands(got, expected)
+
+
+def _compare_operands(got, expected) -> None:
+    for part in ("codes", "values", "block_scales", "amax"):
+        if hasattr(expected, part):
+            _compare_bits(part, getattr(got, part), getattr(expected, part))
 
 
 def _compare_bits(part: str, got: Tensor, expected: Tensor) -> None:
@@ -210,7 +232,7 @@ def _run_grouped_wgrad(backend, formats: tuple[Format, ...], contraction: int, d
 
 def _decoded(operand) -> Tensor:
     """FP64 values (M, K), outer scale included."""
-    exact, scale = decode_fp64(operand)
+    exact, scale = decode_fp64(operand), row_scale(operand)
     return exact if scale is None else exact * scale[:, None].double()
 
 
@@ -234,6 +256,7 @@ def _compare(got: Tensor, expected: Tensor, magnitude: Tensor) -> None:
 
 _CASES: dict[str, Callable] = {
     "quantize": _run_quantize,
+    "quantize_rotated": _run_quantize_rotated,
     "gemm": _run_gemm,
     "grouped_gemm": _run_grouped_gemm,
     "grouped_wgrad": _run_grouped_wgrad,

@@ -1,12 +1,16 @@
 """Command-line arguments, the policy they choose, and every reason why a configuration cannot run."""
 
 import argparse
+import re
+from collections.abc import Iterator
 
+from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_nvfp4.modules.norm import NORMALIZATIONS
-from megatron_nvfp4.modules.params import shape_faults
+from megatron_nvfp4.modules.params import QLinearParams, require_backend, shape_faults
 from megatron_nvfp4.recipes import Policy, resolve
+from megatron_nvfp4.recipes.policy import layer_number_of
 
 IMPL = "minite"
 
@@ -129,22 +133,58 @@ def config_faults(config: TransformerConfig, have_te: bool) -> list[str]:
             "--recompute-modules moe_act: Megatron's code for it needs Transformer Engine; "
             "use --recompute-granularity full, or install transformer-engine"
         )
-    return faults + layer_faults(config)
+    return faults + recipe_faults(config) + rule_faults(config) + layer_faults(config)
+
+
+def recipe_faults(config: TransformerConfig) -> list[str]:
+    """Recipes of the policy that no backend can compute."""
+    policy, faults = policy_of(config), []
+    for recipe in policy.all_recipes:
+        try:
+            require_backend(QLinearParams(recipe=recipe, backend=policy.backend))
+        except RuntimeError as error:
+            faults.append(str(error).replace("\n", "\n    "))
+    return faults
+
+
+def rule_faults(config: TransformerConfig) -> list[str]:
+    """Rules of the policy file that apply to no layer of this model."""
+    names = [name for name, _, _ in _layers(config)]
+    return [
+        f"--minite-config layers[{index}] (match={rule.match!r}, layer_numbers="
+        f"{list(rule.layer_numbers)}) applies to no layer, such as {names[0]}; correct or remove it"
+        for index, rule in enumerate(policy_of(config).rules)
+        if not any(rule.applies(name, layer_number_of(name)) for name in names)
+    ]
 
 
 def layer_faults(config: TransformerConfig) -> list[str]:
     """Layers whose per-rank sizes do not divide into the blocks of the recipe the policy gives them."""
     policy = policy_of(config)
     seen: dict[str, None] = {}
-    for index, moe in enumerate(moe_layer_pattern(config)):
-        for suffix, in_features, out_features in _layer_sizes(config, moe):
-            recipe = policy.recipe_for(f"decoder.layers.{index}.{suffix}", config.num_layers)
-            for fault in shape_faults(recipe, in_features, out_features):
-                seen[
-                    f"{suffix} ({recipe.name}): {fault}; change the model dimension, or give the layer "
-                    "recipe bf16 in --minite-config"
-                ] = None
+    for name, in_features, out_features in _layers(config):
+        if get_quant_config_or_none(name, config.quant_recipe) is not None:
+            continue  # its own payload names the recipe, and finish_init checks it
+        recipe = policy.recipe_for(name, config.num_layers)
+        for fault in shape_faults(recipe, in_features, out_features):
+            suffix = re.sub(r"^\w+\.layers\.\d+\.|local_experts\.\d+\.", "", name)
+            seen[
+                f"{suffix} ({recipe.name}): {fault}; change the model dimension, or give the layer "
+                "recipe bf16 in --minite-config"
+            ] = None
     return list(seen)
+
+
+def _layers(config: TransformerConfig) -> Iterator[tuple[str, int, int]]:
+    """(model-wide name, in_features, out_features) of every linear of ours, sizes per rank."""
+    pattern = moe_layer_pattern(config)
+    for index, moe in enumerate(pattern):
+        for suffix, in_features, out_features in _layer_sizes(config, moe):
+            yield f"decoder.layers.{index}.{suffix}", in_features, out_features
+    for index in range(config.mtp_num_layers or 0):
+        for suffix, in_features, out_features in _layer_sizes(config, pattern[-1]):
+            name = f"mtp.layers.{index}.transformer_layer.{suffix}"
+            yield name, in_features, out_features
 
 
 def moe_layer_pattern(config: TransformerConfig) -> list[bool]:
@@ -178,8 +218,13 @@ def _layer_sizes(config: TransformerConfig, moe: bool) -> list[tuple[str, int, i
     ]
     if moe:
         ffn = config.moe_ffn_hidden_size or config.ffn_hidden_size
-        sizes.append(("mlp.experts.linear_fc1", hidden, gate * ffn // etp))
-        sizes.append(("mlp.experts.linear_fc2", ffn // etp, hidden))
+        experts = ["mlp.experts"]
+        if not config.moe_grouped_gemm:
+            num_local = config.num_moe_experts // config.expert_model_parallel_size
+            experts = [f"mlp.experts.local_experts.{index}" for index in range(num_local)]
+        for stem in experts:
+            sizes.append((f"{stem}.linear_fc1", hidden, gate * ffn // etp))
+            sizes.append((f"{stem}.linear_fc2", ffn // etp, hidden))
     else:
         sizes.append(("mlp.linear_fc1", hidden, gate * config.ffn_hidden_size // tp))
         sizes.append(("mlp.linear_fc2", config.ffn_hidden_size // tp, hidden))

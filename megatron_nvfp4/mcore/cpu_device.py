@@ -13,20 +13,21 @@ switch for a CPU. `install` makes those questions answerable, in this process on
 It is for training small models, tests and conversion on a laptop, not for speed.
 """
 
+import argparse
 import contextlib
 import os
 import time
 from types import SimpleNamespace
 
 HOST_MEMORY = 1 << 34
-# Megatron flags that a CPU run needs; each is added unless the user gave it.
-REQUIRED_FLAGS = {
-    "--distributed-backend": ["gloo"],
-    "--num-workers": ["0"],
-    "--no-gradient-accumulation-fusion": [],
-    "--no-rope-fusion": [],
-    "--no-masked-softmax-fusion": [],
-    "--no-persist-layer-norm": [],
+# What a CPU run needs of Megatron's options; a flag without a value is set as if given.
+REQUIRED_OPTIONS = {
+    "--distributed-backend": "gloo",
+    "--num-workers": 0,
+    "--no-gradient-accumulation-fusion": None,
+    "--no-rope-fusion": None,
+    "--no-masked-softmax-fusion": None,
+    "--no-persist-layer-norm": None,
 }
 _installed = False
 
@@ -36,16 +37,12 @@ def is_installed() -> bool:
     return _installed
 
 
-def with_required_flags(argv: list[str]) -> list[str]:
-    """Megatron arguments completed by what the CPU needs."""
-    given = {argument.split("=", 1)[0] for argument in argv}
-    added = [
-        part
-        for flag, values in REQUIRED_FLAGS.items()
-        if flag not in given
-        for part in (flag, *values)
-    ]
-    return [*argv, *added]
+def set_parser_defaults(parser: argparse.ArgumentParser) -> None:
+    """Make what the CPU needs the default of Megatron's options; the user's flags still win."""
+    for flag, value in REQUIRED_OPTIONS.items():
+        action = parser._option_string_actions.get(flag)
+        if action is not None:
+            parser.set_defaults(**{action.dest: action.const if value is None else value})
 
 
 def install() -> None:
@@ -202,10 +199,12 @@ def _rewrite_devices(torch):
     }
 
     def in_fp32(function, args, kwargs):
-        halves = [a.dtype for a in args if isinstance(a, torch.Tensor) and a.itemsize == 2]
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+        halves = [tensor.dtype for tensor in tensors if tensor.itemsize == 2]
         if not halves:
             return function(*args, **kwargs)
         args = [a.float() if isinstance(a, torch.Tensor) else a for a in args]
+        kwargs = {k: a.float() if isinstance(a, torch.Tensor) else a for k, a in kwargs.items()}
         return function(*args, **kwargs).to(halves[0])
 
     # A mode is off inside its own handler, and recomputation runs forwards inside backward: so backward is

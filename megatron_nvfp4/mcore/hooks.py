@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
+from . import cpu_device
 from .arguments import IMPL, add_arguments
 
 _installed = False
@@ -125,7 +126,9 @@ def _wrap_training() -> None:
     def add_megatron_arguments(original, parser):
         parser = add_arguments(original(parser))
         for action in parser._actions:  # a lone % in a help text makes --help fail
-            action.help = action.help and re.sub(r"%(?![%(])", "%%", action.help)
+            action.help = action.help and re.sub(r"%%|%(?!\()", "%%", action.help)
+        if cpu_device.is_installed():
+            cpu_device.set_parser_defaults(parser)
         return parser
 
     _wrap(gpt, "default_layer_spec", default_layer_spec)

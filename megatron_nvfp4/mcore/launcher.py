@@ -59,7 +59,6 @@ def _prepare(program: str, argv: list[str]) -> None:
 
         _limit_threads()
         cpu_device.install()
-        megatron_argv = cpu_device.with_required_flags(megatron_argv)
     sys.argv = [program, *megatron_argv]
     from . import hooks, run_record
 

@@ -37,7 +37,7 @@ class MegatronLinear(QLinearBase):
         recipe = policy.recipe_for(self.layer_name, self.config.num_layers)
         if quantization_config is not None:
             payload = quantization_config.config or {}
-            if set(payload) != {PAYLOAD_KEY}:
+            if set(payload) != {PAYLOAD_KEY} or not isinstance(payload[PAYLOAD_KEY], str):
                 raise ValueError(
                     f"{self.layer_name}: --te-precision-config-file entry "
                     f"{quantization_config.config_key!r} holds {sorted(payload)}, meant for Transformer "

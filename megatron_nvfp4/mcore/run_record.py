@@ -2,13 +2,16 @@
 
 import functools
 import json
+import logging
 import os
 import resource
 import subprocess
 import time
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
 PACKAGES = ("megatron-nvfp4", "megatron-core", "torch", "transformer-engine")
 
 
@@ -19,8 +22,9 @@ def install(*, meta: Path | None, steps: Path | None, argv: list[str], on_cpu: b
     """
     if meta is None and steps is None:
         return
-    for path in filter(None, (meta, steps)):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    for flag, path in (("--minite-run-meta", meta), ("--minite-step-log", steps)):
+        if path is not None:
+            require_writable(flag, path)
     from megatron.training import training
 
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -30,8 +34,29 @@ def install(*, meta: Path | None, steps: Path | None, argv: list[str], on_cpu: b
         _write_meta_after(training, meta, argv, on_cpu)
 
 
+def require_writable(flag: str, path: Path) -> None:
+    """Raise ValueError before training for a record that could not be written after it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{flag} {path}: {error.strerror}; give a file that can be written"
+        ) from error
+
+
+@contextmanager
+def _warn_instead_of_failing(what: str):
+    """A record is never worth a training run: a fault in it is one warning."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("%s was not written: %s: %s", what, type(error).__name__, error)
+
+
 def _log_steps(training, path: Path) -> None:
-    path.write_text("")
+    """Append a line a step; a resumed run goes on in the same file."""
     original = training.training_log
     last = time.perf_counter()
 
@@ -45,7 +70,7 @@ def _log_steps(training, path: Path) -> None:
             "seconds": now - last,
         }
         last = now
-        with path.open("a") as file:
+        with _warn_instead_of_failing(f"step {iteration} of {path}"), path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         return original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
 
@@ -66,10 +91,11 @@ def _write_meta_after(training, path: Path, argv: list[str], on_cpu: bool) -> No
             return original(forward_step_func, model, *args, **kwargs)
         finally:
             if dist.get_rank() == 0:
-                layers = {name: layer for part in of_ranks for name, layer in part.items()}
-                record = collect(model, argv, on_cpu)
-                record["layers"] = layers | record["layers"]
-                write_atomically(path, json.dumps(record, indent=2) + "\n")
+                with _warn_instead_of_failing(str(path)):
+                    layers = {name: layer for part in of_ranks for name, layer in part.items()}
+                    record = collect(model, argv, on_cpu)
+                    record["layers"] = layers | record["layers"]
+                    write_atomically(path, json.dumps(record, indent=2) + "\n")
 
     training.train = train
 
@@ -99,12 +125,12 @@ def collect(model, argv: list[str], on_cpu: bool) -> dict:
 
     from .arguments import policy_of
 
-    config = get_attr_wrapped_model(model[0], "config")
+    config, layers = get_attr_wrapped_model(model[0], "config"), layers_of(model)
     cuda = not on_cpu and torch.cuda.is_available()
     return {
         "transformer_impl": config.transformer_impl,
-        "policy": recipes.describe(policy_of(config)),
-        "layers": layers_of(model),
+        "policy": recipes.describe(policy_of(config)) if layers else None,
+        "layers": layers,
         "backends": used_backends(),
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else _peak_rss(),

@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_nvfp4 import backends
 from megatron_nvfp4.backends import Operand
@@ -23,9 +24,12 @@ from megatron_nvfp4.quant import (
     pad_groups,
 )
 from megatron_nvfp4.quant.nvfp4 import group_amax, row_amax, tensor_amax
-from megatron_nvfp4.recipes import BF16, FORWARD, MXFP8, Format, NVFP4Spec
+from megatron_nvfp4.recipes import BF16, FORWARD, MXFP8, FloatSpec, Format, NVFP4Spec
 
 from .params import QLinearParams
+
+# What an operand is to its layer, as the `offset` of its random bits: no two of a call are the same.
+FPROP_LEFT, FPROP_RIGHT, DGRAD_LEFT, DGRAD_RIGHT, WGRAD_LEFT, WGRAD_RIGHT = range(6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,8 @@ class MatmulSetup:
     input_amax_group: ranks that hold shards of the contraction, whose amax is one (row-parallel input).
     weight_amax_group: ranks that hold shards of the weight.
     fuse_wgrad: add the weight gradient to `weight.main_grad` and return none.
+    seed: key of the call's stochastic rounding, which has been drawn in the forward.
+    keep_for_backward: False in a gradient-free pass, which then quantises nothing for wgrad.
     """
 
     params: QLinearParams
@@ -43,6 +49,8 @@ class MatmulSetup:
     input_amax_group: dist.ProcessGroup | None = None
     weight_amax_group: dist.ProcessGroup | None = None
     fuse_wgrad: bool = False
+    seed: int | None = None
+    keep_for_backward: bool = True
 
 
 def quantize_weights(weights: Sequence[Tensor], setup: MatmulSetup) -> Operand:
@@ -51,7 +59,9 @@ def quantize_weights(weights: Sequence[Tensor], setup: MatmulSetup) -> Operand:
     stacked = _stack(weights, setup.dtype if spec == BF16 else None)
     num_rows = weights[0].shape[0]
     offsets = torch.arange(len(weights) + 1, device=stacked.device) * num_rows
-    return _quantize(stacked, spec, offsets, setup, setup.weight_amax_group)
+    # An amax per row has shards only where the contraction is split.
+    group = setup.input_amax_group if _is_per_row(spec) else setup.weight_amax_group
+    return _quantize(stacked, spec, FPROP_RIGHT, setup, offsets=offsets, amax_group=group)
 
 
 class GroupedMatmul(torch.autograd.Function):
@@ -76,27 +86,31 @@ class GroupedMatmul(torch.autograd.Function):
                     f"{setup.name}: {num_bad} of {x.shape[0]} input rows hold NaN or Inf (strict mode); "
                     "look at the layer before, or set strict: false"
                 )
-        x_operand = _quantize(x, recipe.fprop.left, offsets, setup, setup.input_amax_group)
+        group = setup.input_amax_group
+        x_operand = _quantize(
+            x, recipe.fprop.left, FPROP_LEFT, setup, offsets=offsets, amax_group=group
+        )
         formats = (recipe.fprop.left, recipe.fprop.right)
         y = _grouped_gemm(x_operand, weight_operand, offsets, formats, setup, bias)
         ctx.setup, ctx.params, ctx.num_rows = setup, weights, x.shape[0]
         ctx.has_bias = bias is not None
-        saved_x = (
-            _saved_activation(x, x_operand, offsets, setup) if any_needs_grad(weights) else None
-        )
+        saved_x = None
+        if setup.keep_for_backward and any(weight.requires_grad for weight in weights):
+            saved_x = _saved_activation(x, x_operand, offsets, setup)
         saved_weight = weight_operand if recipe.dgrad.right == FORWARD and x.requires_grad else None
         originals = () if recipe.dgrad.right == FORWARD else weights
         _save(ctx, offsets, saved_x, saved_weight, originals)
         return y
 
     @staticmethod
+    @once_differentiable  # the gradients of a quantised product have no derivative
     def backward(ctx, grad_output: Tensor):
         setup, recipe = ctx.setup, ctx.setup.params.recipe
         offsets, saved_x, saved_weight, originals = _load(ctx)
         grad_output = grad_output.to(setup.dtype).contiguous()
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            left = _quantize(grad_output, recipe.dgrad.left, offsets, setup, None)
+            left = _quantize(grad_output, recipe.dgrad.left, DGRAD_LEFT, setup, offsets=offsets)
             right = _dgrad_weight(originals, saved_weight, ctx.params, setup)
             formats = (recipe.dgrad.left, recipe.dgrad.right)
             grad_x = _grouped_gemm(left, right, offsets, formats, setup, None)
@@ -109,30 +123,45 @@ class GroupedMatmul(torch.autograd.Function):
         return (grad_x, None, grad_bias, None, None, *grads)
 
 
-def any_needs_grad(weights: Sequence[Tensor]) -> bool:
-    return any(weight.requires_grad for weight in weights)
+def _is_per_row(spec: Format) -> bool:
+    """Whether the outer scale is a row's own."""
+    return isinstance(spec, FloatSpec) or (isinstance(spec, NVFP4Spec) and spec.outer == "token")
 
 
 def _quantize(
     x: Tensor,
     spec: Format,
-    offsets: Tensor | None,
+    role: int,
     setup: MatmulSetup,
-    amax_group: dist.ProcessGroup | None,
+    *,
+    offsets: Tensor | None = None,
+    column_offsets: Tensor | None = None,
+    rotated: bool = False,
+    amax_group: dist.ProcessGroup | None = None,
 ) -> Operand:
     if spec in (BF16, FORWARD):
         return x
     amax = None
-    if amax_group is not None and isinstance(spec, NVFP4Spec):
-        if spec.outer == "token":
+    if amax_group is not None and spec != MXFP8:
+        if _is_per_row(spec):
             amax = row_amax(x)
         else:
             amax = tensor_amax(x) if offsets is None else group_amax(x, offsets)
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=amax_group)
+    op = "quantize_rotated" if rotated else "quantize"
     backend = backends.select(
-        "quantize", (spec,), shape=x.shape, device=x.device, backend=setup.params.backend
+        op, (spec,), shape=x.shape, device=x.device, backend=setup.params.backend
     )
-    return backend.quantize(x.contiguous(), spec, amax=amax, offsets=offsets)
+    return backend.quantize(
+        x,
+        spec,
+        amax=amax,
+        offsets=offsets,
+        column_offsets=column_offsets,
+        rotated=rotated,
+        seed=setup.seed,
+        offset=role,
+    )
 
 
 def _grouped_gemm(
@@ -169,15 +198,22 @@ def _saved_activation(
         return x
     if spec == FORWARD:
         return x_operand
-    return _quantize_columns(x, spec, offsets, setup)[0]
+    return _quantize_columns(x, spec, WGRAD_RIGHT, offsets, setup)[0]
 
 
 def _quantize_columns(
-    x: Tensor, spec: Format, offsets: Tensor, setup: MatmulSetup
+    x: Tensor, spec: Format, role: int, offsets: Tensor, setup: MatmulSetup
 ) -> tuple[Operand, Tensor]:
-    """x^T (K, M') in blocks along the tokens of each group, and the padded group boundaries of M'."""
+    """x^T (K, M') in blocks along the tokens of each group, and the padded group boundaries of M'.
+
+    Rotated along the tokens if the recipe's wgrad is; each group is encoded under its own amax.
+    """
     padded, padded_offsets = pad_groups(x, offsets, 32 if spec == MXFP8 else 16)
-    return _quantize(padded.t(), spec, None, setup, None), padded_offsets
+    rotated = setup.params.recipe.wgrad.hadamard
+    operand = _quantize(
+        padded.t(), spec, role, setup, column_offsets=padded_offsets, rotated=rotated
+    )
+    return operand, padded_offsets
 
 
 def _dgrad_weight(
@@ -196,7 +232,8 @@ def _dgrad_weight(
     transposed = stacked.reshape(num_groups, num_rows, num_cols).transpose(1, 2)
     transposed = transposed.reshape(num_groups * num_cols, num_rows)
     offsets = torch.arange(num_groups + 1, device=transposed.device) * num_cols
-    return _quantize(transposed, spec, offsets, setup, setup.weight_amax_group)
+    group = setup.weight_amax_group
+    return _quantize(transposed, spec, DGRAD_RIGHT, setup, offsets=offsets, amax_group=group)
 
 
 def _wgrad(
@@ -209,7 +246,8 @@ def _wgrad(
     recipe = setup.params.recipe
     left, right = grad_output.t(), saved_x
     if recipe.wgrad.left not in (BF16, FORWARD):
-        left, offsets = _quantize_columns(grad_output, recipe.wgrad.left, offsets, setup)
+        spec = recipe.wgrad.left
+        left, offsets = _quantize_columns(grad_output, spec, WGRAD_LEFT, offsets, setup)
     if recipe.wgrad.right == FORWARD:
         right = _decode(saved_x, setup.dtype)
     if recipe.wgrad.right in (BF16, FORWARD):
@@ -254,7 +292,8 @@ def _stack(weights: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
 
 def _tensors_of(operand: Operand | None) -> list[Tensor | None]:
     if isinstance(operand, QuantizedTensor):
-        return [operand.codes, operand.block_scales, operand.amax, operand.offsets]
+        offsets = [operand.offsets, operand.column_offsets]
+        return [operand.codes, operand.block_scales, operand.amax, *offsets]
     if isinstance(operand, MXFP8Tensor):
         return [operand.codes, operand.block_scales]
     return [operand]
@@ -262,8 +301,8 @@ def _tensors_of(operand: Operand | None) -> list[Tensor | None]:
 
 def _operand_from(template: Operand | None, tensors: list[Tensor | None]) -> Operand | None:
     if isinstance(template, NVFP4Spec):
-        codes, block_scales, amax, offsets = tensors
-        return QuantizedTensor(codes, block_scales, amax, template, offsets)
+        codes, block_scales, amax, *offsets = tensors
+        return QuantizedTensor(codes, block_scales, amax, template, *offsets)
     if template is MXFP8Tensor:
         return MXFP8Tensor(*tensors)
     return tensors[0]

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -69,6 +70,7 @@ class QLinearBase(ExtraStateModule):
         super().__init__()
         self.layer_name = layer_name
         self.qlinear_params: QLinearParams | None = None
+        self._is_stochastic = False
         self._weight_cache: tuple[tuple, Operand] | None = None
 
     def set_qlinear_params(self, params: QLinearParams | None) -> None:
@@ -84,7 +86,19 @@ class QLinearBase(ExtraStateModule):
                 "or pad the model dimension"
             )
         self.qlinear_params = params
+        self._is_stochastic = "stochastic_rounding" in params.recipe.requires
         self._weight_cache = None
+
+    def rounding_seed(self) -> int | None:
+        """Key of the stochastic rounding of one call, None if the recipe has none.
+
+        One draw from torch's CPU generator, so torch.manual_seed fixes it and recomputation, which restores
+        that generator, repeats it; hence also drawn in a gradient-free pass while training. It costs no
+        synchronisation, but the replays of a captured CUDA graph all round by the seed of the capture.
+        """
+        if not self._is_stochastic or not (self.training or torch.is_grad_enabled()):
+            return None
+        return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
 
     def quantized_weights(
         self, weights: Sequence[Tensor], setup: MatmulSetup, is_first_microbatch: bool | None
@@ -117,10 +131,14 @@ class QLinearBase(ExtraStateModule):
             # Also in the gradient-free pass of recomputation, whose second pass comes with False.
             self._weight_cache = None
         operand = self.quantized_weights(weights, setup, is_first_microbatch)
+        # Inside the function's forward the gradient mode is always off.
+        setup = replace(setup, keep_for_backward=torch.is_grad_enabled())
         return GroupedMatmul.apply(x, offsets, bias, operand, setup, *weights)
 
     def activation_dtype(self, x: Tensor) -> torch.dtype:
-        """Autocast's dtype inside autocast, else the input's."""
+        """Autocast's dtype inside autocast, else the input's; ValueError for integers."""
+        if not x.is_floating_point():
+            raise ValueError(f"{self.layer_name}: input is {x.dtype}; give a floating-point tensor")
         kind = x.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 

@@ -1,5 +1,6 @@
 """GroupedLinear: one weight per expert over contiguous rows, any number of rows per expert."""
 
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -136,6 +137,7 @@ class GroupedLinear(QLinearBase):
             input_amax_group=self.amax_group if self.parallel_mode == "row" else None,
             weight_amax_group=self.amax_group,
             fuse_wgrad=self.fuse_wgrad_accumulation,
+            seed=self.rounding_seed(),
         )
         fused_bias = self.use_bias and not self.return_bias
         bias = torch.stack(self.biases).to(x.dtype) if fused_bias else None
@@ -154,7 +156,12 @@ class GroupedLinear(QLinearBase):
             )
         if isinstance(m_splits, Tensor) and m_splits.device.type != "cpu":
             return  # device-side splits are trusted: reading them would synchronise
-        splits = [int(size) for size in m_splits]
+        try:
+            splits = [operator.index(size) for size in m_splits]
+        except TypeError as error:
+            raise ValueError(
+                f"{self.layer_name}: m_splits={m_splits} are not whole numbers of rows"
+            ) from error
         if min(splits) < 0 or sum(splits) != rows.shape[0]:
             raise ValueError(
                 f"{self.layer_name}: m_splits={splits} do not sum to the {rows.shape[0]} rows of the input"

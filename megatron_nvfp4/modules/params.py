@@ -55,14 +55,13 @@ def require_backend(params: QLinearParams, device: torch.device | str | None = N
         formats = tuple(
             BF16 if spec == FORWARD else spec for spec in (operands.left, operands.right)
         )
+        quantize = "quantize_rotated" if operands.hadamard else "quantize"
         for spec in formats:
             if spec != BF16:
-                faults |= _faults("quantize", (spec,), params.backend, device)
+                faults |= _faults(quantize, (spec,), params.backend, device)
         op = "grouped_wgrad" if label == "wgrad" else "grouped_gemm"
         backend = params.gemm_backend if formats == (BF16, BF16) else params.backend
         faults |= _faults(op, formats, backend, device)
-        if operands.hadamard:
-            faults[f"{label}: no backend has the random Hadamard transform"] = None
     if faults:
         raise RuntimeError(
             f"recipe {recipe.name} needs {', '.join(recipe.requires)} and cannot be built:\n"

@@ -1,4 +1,4 @@
-"""Number formats: NVFP4 and MXFP8, their layouts and their exact decode."""
+"""Number formats: NVFP4, MXFP8 and simulated floats, their layouts, transforms and exact decode."""
 
 from megatron_nvfp4.recipes import NVFP4Spec
 
@@ -20,14 +20,18 @@ from .nvfp4 import (
     quantize,
     quantize_grouped,
 )
+from .simulated import SimulatedTensor, decode_simulated, quantize_simulated
+from .transforms import random_bits, rht
 
 __all__ = [
     "MXFP8Tensor",
     "NVFP4Spec",
     "QuantizedTensor",
+    "SimulatedTensor",
     "count_nonfinite",
     "decode_exact",
     "decode_mxfp8",
+    "decode_simulated",
     "dequantize",
     "expand_groups",
     "offsets_from_splits",
@@ -36,6 +40,9 @@ __all__ = [
     "quantize",
     "quantize_grouped",
     "quantize_mxfp8",
+    "quantize_simulated",
+    "random_bits",
+    "rht",
     "swizzle_scales",
     "unpack_codes",
     "unswizzle_scales",

@@ -64,6 +64,22 @@ def offsets_from_splits(splits: Sequence[int] | Tensor, device: torch.device | s
     return offsets
 
 
+def check_offsets(offsets: Tensor, num_rows: int) -> None:
+    """ValueError unless offsets are integers (G+1,) that rise from 0 to num_rows.
+
+    Values on a GPU are trusted: reading them would synchronise.
+    """
+    fits = offsets.dim() == 1 and offsets.numel() > 0
+    if not fits or offsets.is_floating_point() or offsets.dtype == torch.bool:
+        raise ValueError(
+            f"offsets are {offsets.dtype} {tuple(offsets.shape)}; give integers (G+1,) from 0 to M"
+        )
+    if offsets.device.type == "cpu":
+        bounds = offsets.tolist()
+        if bounds[0] != 0 or bounds[-1] != num_rows or bounds != sorted(bounds):
+            raise ValueError(f"offsets {bounds} do not rise from 0 to the {num_rows} rows")
+
+
 def expand_groups(values: Tensor, offsets: Tensor, num_rows: int) -> Tensor:
     """One value per group (G,) to one per row (num_rows,), without host synchronisation."""
     rows = torch.arange(num_rows, device=values.device)

@@ -20,16 +20,20 @@ Special values, decided here:
   without an outer scale. Neither touches another row (outer="token"). `count_nonfinite` counts both, and
   callers in strict mode raise.
 - A block whose scale underflows to 0 gets codes by saturation and decodes to 0.
+
+With rounding="stochastic" the last step is encode_e2m1_stochastic on the bits of transforms.random_bits; amax
+and scales stay rounded to nearest.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron_nvfp4.recipes import NVFP4Spec
 
-from .layout import INPUT_DTYPES, expand_groups, pack_codes, unpack_codes
+from .layout import INPUT_DTYPES, check_offsets, expand_groups, pack_codes, unpack_codes
+from .transforms import RANDOM_BITS, random_bits
 
 BLOCK = 16
 E2M1_MAX = 6.0
@@ -47,6 +51,7 @@ class QuantizedTensor:
         in each of its rows.
     amax: FP32 (1,) for outer="tensor", (M,) for "token", (G,) for a grouped tensor.
     offsets: (G+1,) row boundaries of the groups of a grouped tensor, else None.
+    column_offsets: the same of groups of columns, the contraction groups of a grouped weight gradient.
     """
 
     codes: Tensor
@@ -54,6 +59,7 @@ class QuantizedTensor:
     amax: Tensor
     spec: NVFP4Spec
     offsets: Tensor | None = None
+    column_offsets: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -68,8 +74,11 @@ class QuantizedTensor:
         """FP32 decode scale S_dec, of amax's shape."""
         return decode_scale(encode_scale(self.amax, self.spec.e4m3_max))
 
-    def row_scale(self) -> Tensor:
-        """S_dec of every row, FP32 (M,)."""
+    def row_scale(self, group: int | None = None) -> Tensor:
+        """S_dec of every row, FP32 (M,); of groups of columns, in the columns of `group`."""
+        if self.column_offsets is not None:
+            assert group is not None, "a row of grouped columns has one scale per group"
+            return self.outer_scale[group].expand(self.shape[0])
         if self.spec.outer == "token":
             return self.outer_scale
         if self.offsets is None:
@@ -77,42 +86,72 @@ class QuantizedTensor:
         return expand_groups(self.outer_scale, self.offsets, self.shape[0])
 
 
+@torch.no_grad()
 def quantize(
-    x: Tensor, spec: NVFP4Spec | None = None, amax: Tensor | None = None
+    x: Tensor,
+    spec: NVFP4Spec | None = None,
+    amax: Tensor | None = None,
+    *,
+    column_offsets: Tensor | None = None,
+    seed: int | None = None,
+    offset: int = 0,
 ) -> QuantizedTensor:
     """Quantise a matrix to NVFP4.
 
     x: (M, K) BF16, FP16 or FP32, M >= 0, K a multiple of 16; with 16x16 blocks a last partial tile is
         completed by zeros that are not stored.
     amax: FP32 (1,) or, with outer="token", (M,): used instead of x's own (a reduction over shards, say).
-    Columnwise quantisation is quantize(x.t()). Does not do stochastic rounding.
-    Raises ValueError for any other shape, dtype or spec.
+    column_offsets: (G+1,) boundaries from 0 to K of column groups, of whole blocks each (not looked at), with
+        one amax each, FP32 (G,). Only with outer="tensor".
+    seed, offset: what stochastic rounding is a function of, beside the element's index; see random_bits.
+    Columnwise quantisation is quantize(x.t()), after a random Hadamard transform quantize(rht(x.t())).
+    Raises ValueError for any other shape, dtype or spec, or a seed missing.
     """
     spec = spec or NVFP4Spec()
-    _check_input(x, spec)
+    check_input(x)
+    bits = _bits_for(x, spec, seed, offset)
+    if column_offsets is not None:
+        if spec.outer == "token":
+            raise ValueError("quantize: column_offsets with outer='token'; use outer='tensor'")
+        num_groups = column_offsets.numel() - 1
+        amax = group_amax(x.t(), column_offsets) if amax is None else check_amax(amax, num_groups)
+        of_column = expand_groups(amax, column_offsets, x.shape[1])
+        quantized = _quantize_rows(x, spec, amax, of_column[None, ::BLOCK], bits)
+        return replace(quantized, column_offsets=column_offsets)
     num_amax = x.shape[0] if spec.outer == "token" else 1
     if amax is None:
         amax = row_amax(x) if spec.outer == "token" else tensor_amax(x)
     else:
-        amax = _check_amax(amax, num_amax)
-    return _quantize_rows(x, spec, amax, amax.expand(x.shape[0]), None)
+        amax = check_amax(amax, num_amax)
+    return _quantize_rows(x, spec, amax, amax[:, None], bits)
 
 
+@torch.no_grad()
 def quantize_grouped(
-    x: Tensor, offsets: Tensor, spec: NVFP4Spec | None = None, amax: Tensor | None = None
+    x: Tensor,
+    offsets: Tensor,
+    spec: NVFP4Spec | None = None,
+    amax: Tensor | None = None,
+    *,
+    seed: int | None = None,
+    offset: int = 0,
 ) -> QuantizedTensor:
     """Quantise the row groups of a matrix, each as if alone: one amax per group (or per token).
 
     x: (M, K); offsets: (G+1,) integer row boundaries from 0 to M, on x's device; empty groups get amax 0.
     amax: FP32 (G,), or (M,) with outer="token", instead of x's own.
-    Equals quantize() of every group bit for bit. With 16x16 blocks every group must be whole tiles.
+    seed, offset: as in quantize; an element's index is the one in all of x.
+    Equals quantize() of every group bit for bit, but for the random bits. With 16x16 blocks every group must
+    be whole tiles.
     """
     spec = spec or NVFP4Spec()
-    _check_input(x, spec)
+    check_input(x)
+    check_offsets(offsets, x.shape[0])
+    bits = _bits_for(x, spec, seed, offset)
     num_groups = offsets.numel() - 1
     if spec.outer == "token":
-        amax = row_amax(x) if amax is None else _check_amax(amax, x.shape[0])
-        return _quantize_rows(x, spec, amax, amax, offsets)
+        amax = row_amax(x) if amax is None else check_amax(amax, x.shape[0])
+        return replace(_quantize_rows(x, spec, amax, amax[:, None], bits), offsets=offsets)
     if spec.block == (16, 16) and bool((offsets % BLOCK != 0).any()):
         raise ValueError(
             f"quantize_grouped: offsets {offsets.tolist()} cut 16x16 tiles; "
@@ -121,8 +160,9 @@ def quantize_grouped(
     if amax is None:
         amax = group_amax(x, offsets)
     else:
-        amax = _check_amax(amax, num_groups)
-    return _quantize_rows(x, spec, amax, expand_groups(amax, offsets, x.shape[0]), offsets)
+        amax = check_amax(amax, num_groups)
+    of_row = expand_groups(amax, offsets, x.shape[0])
+    return replace(_quantize_rows(x, spec, amax, of_row[:, None], bits), offsets=offsets)
 
 
 def decode_exact(qt: QuantizedTensor) -> tuple[Tensor, Tensor]:
@@ -139,7 +179,11 @@ def dequantize(qt: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> Tens
     TE's dequantize kernel multiplies s_b by amax / 2688 instead, which overflows above 7.6e35 and differs
     in the last BF16 bit for 2e-5 of the elements.
     """
-    return (_code_times_scale(qt) * qt.row_scale()[:, None]).to(dtype)
+    if qt.column_offsets is None:
+        scale = qt.row_scale()[:, None]
+    else:
+        scale = expand_groups(qt.outer_scale, qt.column_offsets, qt.shape[1])
+    return (_code_times_scale(qt) * scale).to(dtype)
 
 
 def count_nonfinite(x: Tensor) -> Tensor:
@@ -169,9 +213,9 @@ def group_amax(x: Tensor, offsets: Tensor) -> Tensor:
     return amax.scatter_reduce(0, group, row_amax(x), reduce="amax", include_self=True)
 
 
-def encode_scale(amax: Tensor, e4m3_max: int = 448) -> Tensor:
-    """S_enc of an FP32 amax."""
-    scale = torch.clamp_max(_divide(e4m3_max * E2M1_MAX, amax), FLT_MAX)
+def encode_scale(amax: Tensor, e4m3_max: int = 448, code_max: float = E2M1_MAX) -> Tensor:
+    """S_enc of an FP32 amax: maps it to the largest block scale times the largest code."""
+    scale = torch.clamp_max(_divide(e4m3_max * code_max, amax), FLT_MAX)
     return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
 
 
@@ -200,34 +244,53 @@ def encode_e2m1(x: Tensor) -> Tensor:
     return code + negative.to(torch.uint8) * 8
 
 
+def encode_e2m1_stochastic(x: Tensor, bits: Tensor) -> Tensor:
+    """FP32 to E2M1 codes, uint8 0..15, up or down at random; `bits` as random_bits, of x's shape.
+
+    t = |x| + u * step, rounded once to FP32, falls to the E2M1 value at or below it; u = (bits + 1/2) / 2^16
+    and step the distance of the E2M1 values around |x|. An E2M1 value stays as it is; of any other |x| < 6
+    the mean over all `bits` is off by at most 2^-17 of a step (and FP32's rounding of t). |x| above 6
+    saturates, the sign of zero is kept, NaN goes to +6. Form of Transformer Engine's software rounder, which
+    takes 8 bits.
+    """
+    magnitude = x.abs()
+    magnitude = torch.where(magnitude < E2M1_MAX, magnitude, E2M1_MAX)
+    half, one = torch.full_like(magnitude, 0.5), torch.full_like(magnitude, 1.0)
+    step = torch.where(magnitude < 2.0, half, torch.where(magnitude < 4.0, one, 2 * one))
+    t = magnitude + (bits.float() + 0.5) * 2.0**-RANDOM_BITS * step
+    halves, ones, twos = (torch.floor(t * factor) for factor in (2.0, 1.0, 0.5))
+    code = torch.minimum(halves, torch.minimum(ones + 2, twos + 4)).to(torch.uint8)
+    negative = torch.signbit(x) & ~torch.isnan(x)
+    return code + negative.to(torch.uint8) * 8
+
+
 def _quantize_rows(
-    x: Tensor, spec: NVFP4Spec, amax: Tensor, amax_of_row: Tensor, offsets: Tensor | None
+    x: Tensor, spec: NVFP4Spec, amax: Tensor, amax_of_block: Tensor, bits: Tensor | None
 ) -> QuantizedTensor:
-    if spec.rounding != "nearest":
-        raise ValueError(f"quantize: rounding={spec.rounding!r} is not defined here; use 'nearest'")
+    """amax_of_block: what blocks are encoded under, broadcastable to (M, K/16); bits: see encode_blocks."""
     num_rows, num_cols = x.shape
     blocks = x.float().reshape(num_rows, num_cols // BLOCK, BLOCK)
-    s_enc = encode_scale(amax_of_row, spec.e4m3_max)[:, None]
+    s_enc = encode_scale(amax_of_block, spec.e4m3_max)
     s_dec = decode_scale(s_enc)
     amax_b = block_amax(blocks, spec.block)
     if spec.four_over_six is None:
         scales = encode_e4m3(
             torch.clamp_max(amax_b * (s_enc * torch.tensor(1 / 6, dtype=torch.float32)), FLT_MAX)
         )
-        codes = encode_blocks(blocks, scales, s_dec)
+        codes = encode_blocks(blocks, scales, s_dec, bits)
     else:
         base = _divide(amax_b, E2M1_MAX) * s_enc
         by_six, by_four = encode_e4m3(base), encode_e4m3(base * 1.5)
         codes_six = encode_blocks(blocks, by_six, s_dec)
         codes_four = encode_blocks(blocks, by_four, s_dec)
-        outer = (amax_of_row[:, None], s_enc)
+        outer = (amax_of_block, s_enc)
         error_six = block_error(blocks, codes_six, by_six, outer, spec)
         error_four = block_error(blocks, codes_four, by_four, outer, spec)
         four = error_four < error_six
         scales = torch.where(four, by_four.float(), by_six.float()).to(torch.float8_e4m3fn)
         codes = torch.where(four[..., None], codes_four, codes_six)
     packed = pack_codes(codes.reshape(num_rows, num_cols))
-    return QuantizedTensor(packed, scales, amax.contiguous(), spec, offsets)
+    return QuantizedTensor(packed, scales, amax.contiguous(), spec)
 
 
 def block_amax(blocks: Tensor, block: tuple[int, int]) -> Tensor:
@@ -236,10 +299,18 @@ def block_amax(blocks: Tensor, block: tuple[int, int]) -> Tensor:
     return amax if block[0] == 1 else _over_tiles(amax, lambda tiles: tiles.amax(dim=1))
 
 
-def encode_blocks(blocks: Tensor, scales: Tensor, s_dec: Tensor) -> Tensor:
-    """Codes of FP32 blocks (M, K/16, 16) under E4M3 scales (M, K/16) and S_dec (M, 1)."""
+def encode_blocks(
+    blocks: Tensor, scales: Tensor, s_dec: Tensor, bits: Tensor | None = None
+) -> Tensor:
+    """Codes of FP32 blocks (M, K/16, 16) under E4M3 scales (M, K/16) and S_dec, broadcastable to them.
+
+    bits: random bits of every element (M, K) for stochastic rounding, else None.
+    """
     multiplier = torch.clamp_max(torch.reciprocal(scales.float() * s_dec), FLT_MAX)
-    return encode_e2m1(blocks * multiplier[..., None])
+    scaled = blocks * multiplier[..., None]
+    if bits is None:
+        return encode_e2m1(scaled)
+    return encode_e2m1_stochastic(scaled, bits.reshape(scaled.shape))
 
 
 def block_error(
@@ -251,7 +322,8 @@ def block_error(
 ) -> Tensor:
     """Error of every block (M, K/16) under candidate codes and scales, FP32, elements 0..15 in sequence.
 
-    outer: (amax, S_enc), each (M, 1). strict: |q*s_b*amax/(6E) - x|. fast: |fp16(q*s_b) - x*S_enc|.
+    outer: (amax, S_enc), each broadcastable to (M, K/16).
+    strict: |q*s_b*amax/(6E) - x|. fast: |fp16(q*s_b) - x*S_enc|.
     A 16x16 tile adds its rows' errors as a tree with strides 8, 4, 2, 1.
     """
     amax, s_enc = outer
@@ -309,7 +381,17 @@ def _e2m1_values(device: torch.device) -> Tensor:
     return torch.cat((positive, -positive))
 
 
-def _check_input(x: Tensor, spec: NVFP4Spec) -> None:
+def _bits_for(x: Tensor, spec: NVFP4Spec, seed: int | None, offset: int) -> Tensor | None:
+    """Random bits of every element of x if the spec takes any."""
+    if spec.rounding == "nearest":
+        return None
+    if seed is None:
+        raise ValueError(f"quantize: {spec} without a seed; give seed=, an integer")
+    return random_bits(*x.shape, seed, offset, x.device)
+
+
+def check_input(x: Tensor) -> None:
+    """ValueError unless x is a BF16, FP16 or FP32 matrix (M, K), K a multiple of 16."""
     if x.dim() != 2:
         raise ValueError(f"quantize: x has shape {tuple(x.shape)}; give a matrix (M, K)")
     if x.dtype not in INPUT_DTYPES:
@@ -320,9 +402,10 @@ def _check_input(x: Tensor, spec: NVFP4Spec) -> None:
         )
 
 
-def _check_amax(amax: Tensor, num: int) -> Tensor:
+def check_amax(amax: Tensor, num: int) -> Tensor:
+    """amax, if it is FP32 (num,); else ValueError."""
     if amax.shape != (num,) or amax.dtype != torch.float32:
         raise ValueError(
             f"quantize: amax is {amax.dtype} {tuple(amax.shape)}; give float32 ({num},) as the spec's outer"
         )
-    return amax
+    return amax.clone()  # the result keeps it, whatever becomes of the caller's

@@ -5,12 +5,14 @@ Layer names are Megatron checkpoint names with the model-wide layer index, for e
 no module of ours stands there.
 """
 
+import functools
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
+from reprlib import repr as short
 
 from .recipe import RECIPES, Recipe
 
@@ -41,6 +43,13 @@ def get_recipe(name: str) -> Recipe:
     return recipe
 
 
+def layer_number_of(name: str) -> int | None:
+    """Megatron's number, from 1, of the decoder layer that `name` lies in; None outside."""
+    found = LAYER_INDEX.search(name)
+    return int(found[1]) + 1 if found else None
+
+
+@functools.cache
 def _compile(pattern: str) -> re.Pattern[str]:
     """Anchored: the whole name must match. `*` stands within one dotted part.
 
@@ -99,8 +108,7 @@ class Policy:
 
     def recipe_for(self, name: str, num_layers: int | None = None) -> Recipe:
         """Recipe of the layer `name`; num_layers of the whole model, for last_layers_bf16."""
-        found = LAYER_INDEX.search(name)
-        layer_number = int(found[1]) + 1 if found else None
+        layer_number = layer_number_of(name)
         for rule in self.rules:
             if rule.applies(name, layer_number):
                 return rule.recipe
@@ -147,8 +155,22 @@ def load_config(path: str | Path) -> dict:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read policy file {path}: {error}") from error
+
+    class UniqueKeys(yaml.SafeLoader):
+        """YAML lets the last of two equal keys win; a second `layers:` would drop the first."""
+
+        def construct_mapping(self, node, deep=False):
+            seen = set()
+            for key, _ in node.value:
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        problem=f"the key {key.value!r} stands twice", problem_mark=key.start_mark
+                    )
+                seen.add(key.value)
+            return super().construct_mapping(node, deep)
+
     try:
-        config = yaml.safe_load(text)
+        config = yaml.load(text, Loader=UniqueKeys)
     except yaml.YAMLError as error:
         raise ValueError(f"policy file {path} is not YAML: {error}") from error
     if config is None:
@@ -166,9 +188,9 @@ def _config_faults(config: dict) -> list[str]:
     if isinstance(config.get("recipe"), str):
         faults += recipe_faults(config["recipe"], "recipe")
     if "shared_experts" in config and config["shared_experts"] not in ("bf16", "recipe"):
-        faults.append(f"shared_experts={config['shared_experts']!r}: use 'bf16' or 'recipe'")
+        faults.append(f"shared_experts={short(config['shared_experts'])}: use 'bf16' or 'recipe'")
     if "backend" in config and config["backend"] not in BACKENDS:
-        faults.append(f"backend={config['backend']!r}: use one of {', '.join(BACKENDS)}")
+        faults.append(f"backend={short(config['backend'])}: use one of {', '.join(BACKENDS)}")
     fraction = config.get("last_layers_bf16", 0.0)
     if type(fraction) in (int, float) and not 0 <= fraction <= 1:
         faults.append(
@@ -185,7 +207,8 @@ def _config_faults(config: dict) -> list[str]:
             faults += recipe_faults(rule["recipe"], where + ".recipe")
         elif "recipe" not in rule:
             faults.append(f"{where}: recipe is missing")
-        if not rule.get("match") and not rule.get("layer_numbers"):
+        empty = [key for key in ("match", "layer_numbers") if key in rule and not rule[key]]
+        if empty or not {"match", "layer_numbers"} & set(rule):
             faults.append(f"{where}: give match (a name pattern) or layer_numbers (from 1)")
         match = rule.get("match")
         if isinstance(match, str) and match and "" in match.split("."):
@@ -208,7 +231,7 @@ def _type_faults(mapping: dict, keys: dict[str, type], where: str) -> list[str]:
             continue
         allowed = (int, float) if keys[key] is float else (keys[key],)
         if type(value) not in allowed:
-            faults.append(f"{where}{key}={value!r}: expected {keys[key].__name__}")
+            faults.append(f"{where}{key}={short(value)}: expected {keys[key].__name__}")
     return faults
 
 
