@@ -20,7 +20,7 @@ DEFAULT_ARCHS = "8.0+PTX;9.0a;10.0a;10.3a"
 NO_TORCH = "torch is not visible to the build; kernels skipped; use --no-build-isolation"
 # One FP32 rounding per operation: no contraction to FMA, no fast math, subnormals kept.
 CXX = "-O3 -ffp-contract=off -fno-fast-math".split()
-NVCC = "-O3 -fmad=false -ftz=false -Xcompiler=-ffp-contract=off -DNDEBUG -lineinfo".split()
+NVCC = "-O3 -fmad=false -ftz=false -Xcompiler=-ffp-contract=off -DNDEBUG --compress-mode=size"
 OMP = ["-fopenmp"] if sys.platform == "linux" else []
 
 
@@ -103,7 +103,7 @@ def main() -> None:
 
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         env.setdefault("MAX_JOBS", str(max_jobs(os.cpu_count(), memory, not cuda)))
-        flags = {"cxx": CXX + OMP, "nvcc": NVCC + gencode(archs)}
+        flags = {"cxx": CXX + OMP, "nvcc": NVCC.split() + gencode(archs)}
         kind, sources = (CppExtension, cpp) if cuda else (CUDAExtension, cpp + cu)
         name, commands["build_ext"] = "megatron_nvfp4._C", BuildExtension
         extensions = [kind(name, sources, extra_compile_args=flags, extra_link_args=OMP)]

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -132,8 +133,7 @@ def prepare_data(folder: Path) -> Path:
 def train(recipe: str, args: argparse.Namespace, out: Path, data: Path) -> Result:
     """Train, then load the checkpoint in a fresh process and repeat the steps after it."""
     folder = out / recipe
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    clear(folder)
     steps = args.steps + REPEATED_STEPS
     flags = [
         *MODEL_FLAGS.split(),
@@ -165,6 +165,20 @@ def train(recipe: str, args: argparse.Namespace, out: Path, data: Path) -> Resul
         tokens_per_second=BATCH * SEQUENCE / seconds[len(seconds) // 2],
         peak_memory=meta["peak_memory_bytes"],
     )
+
+
+def clear(folder: Path) -> None:
+    """An empty folder in place of an earlier demo's; anything else is left alone."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / "steps.log").exists():
+        raise SystemExit(
+            f"error: {folder} holds something else than a demo's run; give another --out"
+        )
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise SystemExit(f"error: {folder}: {error.strerror}; give a writable --out") from error
 
 
 def pretrain(title: str, flags: list[str], steps_file: Path, num_steps: int) -> list[dict]:
@@ -287,4 +301,9 @@ def plot(results: list[Result], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # So that a training process never outlives the demo: both ways out pass through `finally`.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("error: interrupted")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_nvfp4 import backends
 from megatron_nvfp4.quant import NVFP4Spec, dequantize, quantize, rht, unpack_codes
 
 FOLDER = Path(__file__).parent / "golden"
@@ -134,6 +135,25 @@ def test_flashinfer_exact_mode(key):
     used = qt.amax != 0  # FlashInfer has no rule of its own for the scale of an all-zero row
     assert torch.equal(qt.outer_scale[used], theirs[used])
     assert (dequantize(qt)[~used.expand(x.shape[0])] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+def test_compiled_backends_equal_every_entry(name, direction):
+    # Prevents: kernels that agree with this project's own reference on random inputs and not with TE.
+    tensors, suffix = (TE, "") if direction == "rowwise" else (TE_COLUMNWISE, "_t")
+    backend = backends.get(name)
+    keys = _entries(tensors, f"codes{suffix}")
+    reason = backend.why_not("quantize", [_spec(keys[0])], device=name)
+    if reason:
+        pytest.skip(f"{name}: {reason}")
+    for key in keys:
+        case = key.split("/")[0]
+        x = tensors[f"{case}/x"] if direction == "rowwise" else tensors[f"{case}/x"].t()
+        qt = backend.quantize(x.to(name).contiguous(), _spec(key))
+        _assert_codes(case, x, qt.codes.cpu(), tensors[f"{key}/codes{suffix}"])
+        scales = qt.block_scales.view(torch.uint8).cpu()
+        assert torch.equal(scales, tensors[f"{key}/scales{suffix}"]), key
 
 
 def test_four_over_six_changes_bits():

@@ -87,12 +87,16 @@ if [ "${1:-}" = --find ]; then
     exit
 fi
 
+# What the last build said of itself; another environment's install into this checkout changes it.
+record() {
+    cksum megatron_nvfp4/_build_info.py 2> /dev/null || echo "no build"
+}
+
 stamp=.venv/.stamp
 dependencies=$(dependencies_key)
 build=$(build_key)
 seen=$(cat "$stamp" 2> /dev/null || true)
-if [ "$seen" = "$dependencies"$'\n'"$build" ] && .venv/bin/python -c '' 2> /dev/null \
-    && [ -e megatron_nvfp4/_build_info.py ]; then
+if [ "$seen" = "$dependencies"$'\n'"$build"$'\n'"$(record)" ] && .venv/bin/python -c '' 2> /dev/null; then
     exit
 fi
 
@@ -105,13 +109,15 @@ if [ "${seen#"$here"}" = "$seen" ] || ! .venv/bin/python -c 'import pip' 2> /dev
     "$python" -m venv .venv
     seen=
 fi
-rm -f "$stamp"
 pip=(.venv/bin/python -m pip --disable-pip-version-check)
 if [ "${seen%%$'\n'*}" != "$dependencies" ]; then
     echo "make venv: installing pinned dependencies (about 5 GB with torch, once)"
+    rm -f "$stamp"
     requirements > .venv/requirements.txt
     "${pip[@]}" install --quiet -r .venv/requirements.txt
 fi
+# A build that fails or is interrupted must not cost the dependencies again.
+printf '%s\n' "$dependencies" > "$stamp"
 echo "make venv: building megatron_nvfp4"
 "${pip[@]}" install --quiet --no-build-isolation --no-deps -e .
 "${pip[@]}" check
@@ -119,4 +125,4 @@ echo "make venv: building megatron_nvfp4"
 from megatron_nvfp4.backends import extension
 print("make venv: kernels: cpu:", extension.why_not_cpu() or "built",
       "| cuda:", extension.why_not_cuda() or "built")'
-printf '%s\n%s\n' "$dependencies" "$build" > "$stamp"
+printf '%s\n%s\n%s\n' "$dependencies" "$build" "$(record)" > "$stamp"

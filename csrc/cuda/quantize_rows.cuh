@@ -24,11 +24,15 @@ struct Cut {
   static constexpr ScaleStore kStore = store;
 };
 
-// Row of a CTA's thread row. Spread, a CTA's rows (1, 2 or 4) are 32 apart: their swizzled scales
-// are neighbours in memory, and those of the next CTA follow.
+// Row of a CTA's thread row. Spread, a CTA's rows (1, 2, 4 or 8) are 32 apart: their swizzled
+// scales are neighbours in memory, and those of the next CTA follow.
 NVFP4_DEVICE int64_t row_of(unsigned cta, bool spread) {
   const unsigned rows = blockDim.y;
   if (!spread) return static_cast<int64_t>(cta) * rows + threadIdx.y;
+  if (rows == 8) {  // two neighbours each 32
+    return static_cast<int64_t>(cta / 16) * 128 + cta % 16 * 2 + threadIdx.y / 4 +
+           32 * (threadIdx.y % 4);
+  }
   const unsigned i = cta & (128 / rows - 1);
   return static_cast<int64_t>(cta - i) * rows + i % 32 + 32 * (i / 32 * rows + threadIdx.y);
 }
@@ -206,6 +210,16 @@ __global__ void __launch_bounds__(RowsConfig<T, C, Source>::kMaxThreads,
     if (!at.inside && !args.swizzled) return;
     scale_word = trade_scales(scale_word, lane);
     const int c = lane / 4 + 8 * (lane % 4);
+    if (args.swizzled && blockDim.y == 8) {  // a row is a warp: 32 bytes of each column of tiles
+      __shared__ uint4 gathered[32 * 2];
+      reinterpret_cast<uint32_t*>(gathered + 2 * c + threadIdx.y / 4)[threadIdx.y % 4] = scale_word;
+      __syncthreads();
+      if (threadIdx.y >= 2) return;
+      const int i = threadIdx.y * 32 + lane;
+      const int64_t tile = at.row / 128 * (at.num_blocks / 4) + i / 2;
+      reinterpret_cast<uint4*>(args.block_scales)[tile * 32 + cta % 16 * 2 + i % 2] = gathered[i];
+      return;
+    }
     int64_t offset = at.first_of_all / 4 - lane / 4 + c;
     if (args.swizzled) {
       const int row_in_tile = static_cast<int>(at.row) % 128;
@@ -219,7 +233,9 @@ __global__ void __launch_bounds__(RowsConfig<T, C, Source>::kMaxThreads,
 
 template <class T, class C, class Cut, class Source = FromMemory<T>>
 cudaError_t launch_cut(const QuantizeArgs& args, int row_threads, int chunks, cudaStream_t stream) {
-  const int rows_per_cta = std::max(1, RowsConfig<T, C>::kThreads / row_threads);
+  constexpr bool kWords = Cut::kStore == ScaleStore::kWords;
+  const bool eight = kWords && args.swizzled && row_threads == 32;
+  const int rows_per_cta = eight ? 8 : std::max(1, RowsConfig<T, C>::kThreads / row_threads);
   const int64_t rows = args.swizzled ? (args.num_rows + 127) / 128 * 128 : args.num_rows;
   const dim3 grid((rows + rows_per_cta - 1) / rows_per_cta, chunks);
   quantize_rows_kernel<T, C, Cut, Source>

@@ -115,18 +115,30 @@ def select(
     device: torch.device | str | None = None,
     backend: str = "auto",
 ) -> Backend:
-    """The backend for one operation, by policy (`backend`), formats, shape and device.
+    """The backend that computes one operation, by policy (`backend`), formats, shape and device.
 
     backend: "auto" walks PREFERENCE; a name takes that one or none.
-    Raises RuntimeError that lists why each candidate cannot.
+    Raises RuntimeError that lists why each candidate cannot. The choice is recorded, see `used`.
     """
-    candidates = PREFERENCE if backend == "auto" else (backend,)
+    found = find(op, formats, shape=shape, device=device, backend=backend)
+    _used.setdefault((op, " x ".join(map(str, formats))), set()).add(found.name)
+    return found
+
+
+def find(
+    op: str,
+    formats: Sequence[Format],
+    *,
+    shape: Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+    backend: str = "auto",
+) -> Backend:
+    """As `select`, for a question only: nothing is recorded."""
     reasons = {}
-    for name in candidates:
+    for name in PREFERENCE if backend == "auto" else (backend,):
         candidate = get(name)
         reason = candidate.why_not(op, formats, shape, device)
         if reason is None:
-            _used.setdefault((op, " x ".join(map(str, formats))), set()).add(name)
             return candidate
         reasons[name] = reason
     wanted = " x ".join(map(str, formats))

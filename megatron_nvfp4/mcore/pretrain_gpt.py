@@ -31,7 +31,9 @@ NOT_HERE = ("sft", "fim_data", "hybrid_context_parallel", "dataloader_inter_docu
 
 def main() -> None:
     """Parse Megatron's arguments from sys.argv and train."""
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    args = parse_and_validate_args(
+        args_defaults={"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
+    )
     unsupported = [f"--{name.replace('_', '-')}" for name in NOT_HERE if getattr(args, name, False)]
     if unsupported:
         raise ValueError(

@@ -76,7 +76,8 @@ class QLinearBase(ExtraStateModule):
     def set_qlinear_params(self, params: QLinearParams | None) -> None:
         """Fix the numerics; None asks the environment. ValueError for a shape the recipe cannot take."""
         params = params or get_qlinear_params()
-        require_backend(params)
+        device = next((parameter.device for parameter in self.parameters()), None)
+        require_backend(params, device)
         faults = shape_faults(params.recipe, self.in_features, self.out_features)
         if faults:
             raise ValueError(

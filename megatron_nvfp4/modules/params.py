@@ -72,7 +72,7 @@ def require_backend(params: QLinearParams, device: torch.device | str | None = N
 
 def _faults(op: str, formats: tuple, backend: str, device) -> dict[str, None]:
     try:
-        backends.select(op, formats, device=device, backend=backend)
+        backends.find(op, formats, device=device, backend=backend)
     except RuntimeError as error:
         return {str(error): None}
     return {}
