@@ -90,16 +90,23 @@ class QLinearBase(ExtraStateModule):
         self._is_stochastic = "stochastic_rounding" in params.recipe.requires
         self._weight_cache = None
 
-    def rounding_seed(self) -> int | None:
+    def rounding_seed(self, device: torch.device) -> int | None:
         """Key of the stochastic rounding of one call, None if the recipe has none.
 
-        One draw from torch's CPU generator, so torch.manual_seed fixes it and recomputation, which restores
-        that generator, repeats it; hence also drawn in a gradient-free pass while training. It costs no
-        synchronisation, but the replays of a captured CUDA graph all round by the seed of the capture.
+        Taken from the device's generator: torch.manual_seed fixes it, a checkpoint carries it, and
+        recomputation, which restores the generator, repeats it; hence also taken in a gradient-free pass
+        while training. On CUDA from the generator's seed and offset, which the host knows without
+        synchronising; the replays of a captured CUDA graph all round by the seed of the capture. On a CPU
+        one draw; a data loader draws there too, so a resumed run rounds by other bits than an unbroken one.
         """
         if not self._is_stochastic or not (self.training or torch.is_grad_enabled()):
             return None
-        return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
+        if device.type != "cuda":
+            return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
+        generator = torch.cuda.default_generators[torch.device(device).index or 0]
+        offset = generator.get_offset()
+        generator.set_offset(offset + 4)  # Philox offsets count in fours
+        return (generator.initial_seed() * 0x9E3779B97F4A7C15 + offset) % (2**63 - 1)
 
     def quantized_weights(
         self, weights: Sequence[Tensor], setup: MatmulSetup, is_first_microbatch: bool | None

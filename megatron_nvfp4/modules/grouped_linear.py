@@ -137,7 +137,7 @@ class GroupedLinear(QLinearBase):
             input_amax_group=self.amax_group if self.parallel_mode == "row" else None,
             weight_amax_group=self.amax_group,
             fuse_wgrad=self.fuse_wgrad_accumulation,
-            seed=self.rounding_seed(),
+            seed=self.rounding_seed(x.device),
         )
         fused_bias = self.use_bias and not self.return_bias
         bias = torch.stack(self.biases).to(x.dtype) if fused_bias else None

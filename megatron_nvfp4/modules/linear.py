@@ -170,7 +170,7 @@ class Linear(QLinearBase):
             input_amax_group=amax_group if split == "row" else None,
             weight_amax_group=amax_group,
             fuse_wgrad=self.fuse_wgrad_accumulation,
-            seed=self.rounding_seed(),
+            seed=self.rounding_seed(x.device),
         )
         bias = None if bias is None else bias[None].to(x.dtype)
         y = self.matmul(rows, offsets, (self.weight,), bias, setup, is_first_microbatch)
