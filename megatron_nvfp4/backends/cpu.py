@@ -1,6 +1,7 @@
 """The C++ CPU backend: the reference's bits by vectorised, threaded kernels.
 
 Its GEMMs are the reference's, which add in FP64: only the operands are decoded by the kernels.
+Run with SSE2 and AVX2; the AVX-512 kernels are compiled and have never run.
 """
 
 from collections.abc import Sequence
