@@ -9,6 +9,7 @@ from megatron_nvfp4 import backends, quant
 from megatron_nvfp4.backends import cuda, ops
 from megatron_nvfp4.backends.extension import why_not_cpu, why_not_cuda
 from megatron_nvfp4.modules import GroupedLinear, Linear, QLinearParams
+from megatron_nvfp4.modules.base import QLinearBase
 from megatron_nvfp4.recipes import MXFP8, RECIPES, FloatSpec, NVFP4Spec
 
 pytestmark = [
@@ -257,8 +258,10 @@ def test_what_has_no_kernel_is_refused():
 
 
 @pytest.mark.parametrize("name", ["nvfp4_pretrain", "mxfp8", "sweep_e3m2"])
-def test_training_step_equals_the_cpu(name):
+def test_training_step_equals_the_cpu(name, monkeypatch):
     """Prevents a recipe whose gradients depend on the device: random bits, rotations, groups."""
+    # The devices' generators differ; on one seed the bits must not.
+    monkeypatch.setattr(QLinearBase, "rounding_seed", lambda self, device: 7)
     params = QLinearParams(recipe=RECIPES[name])
     results = []
     for device in ("cpu", "cuda"):
@@ -276,10 +279,24 @@ def test_training_step_equals_the_cpu(name):
                 parameter.data.copy_(values)
             x = torch.randn(50, 64, generator=generator).bfloat16().to(device).requires_grad_()
             dy = torch.randn(50, 96, generator=generator).bfloat16().to(device)
-            torch.manual_seed(7)
             y = layer(x, *args)
             y.backward(dy)
             found += [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
         results.append([t.cpu() for t in found])
     for on_cpu, on_gpu in zip(*results, strict=True):
         assert torch.equal(on_cpu, on_gpu)
+
+
+def test_seed_follows_the_gpus_generator():
+    """Prevents a resumed or recomputed step that rounds by other bits, and steps that share them."""
+    params = QLinearParams(recipe=RECIPES["nvfp4_pretrain"])
+    layer, device = Linear(64, 96, qlinear_params=params, device="cuda"), torch.device("cuda", 0)
+    torch.manual_seed(3)
+    first = layer.rounding_seed(device)
+    state = torch.cuda.get_rng_state()
+    torch.rand(5)  # what a data loader does to the CPU's generator
+    second = layer.rounding_seed(device)
+    torch.cuda.set_rng_state(state)
+    assert layer.rounding_seed(device) == second != first
+    torch.manual_seed(3)
+    assert layer.rounding_seed(device) == first
