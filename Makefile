@@ -22,5 +22,5 @@ lint: venv
 
 clean:
 	rm -rf .venv build dist runs *.egg-info .pytest_cache .ruff_cache .hypothesis
-	rm -f megatron_nvfp4/_C*.so megatron_nvfp4/_build_info.py
+	rm -f megatron_nvfp4/_C*.so megatron_nvfp4/_blackwell*.so megatron_nvfp4/_build_info.py
 	find megatron_nvfp4 tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,4 @@
-"""Builds `megatron_nvfp4._C`, or leaves it out and says why. Metadata lives in pyproject.toml.
-
-MEGATRON_NVFP4_CUDA, MEGATRON_NVFP4_CUDA_ARCHS and MAX_JOBS steer it: README.md, Build.
-"""
+"""Builds `megatron_nvfp4._C`, or leaves it out and says why; on request `_blackwell`. README.md, Build."""
 
 import os
 import re
@@ -16,8 +13,9 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 # PTX for sm_80 runs on every later GPU; the "a" targets have one GPU's tensor core instructions.
-DEFAULT_ARCHS = "8.0+PTX;9.0a;10.0a;10.3a"
+DEFAULT_ARCHS, BLACKWELL_ARCHS = "8.0+PTX;9.0a;10.0a;10.3a", "10.0a;10.3a"
 NO_TORCH = "torch is not visible to the build; kernels skipped; use --no-build-isolation"
+NO_CUTLASS = "has no CUTLASS; set CUTLASS_HOME or pip install --no-deps nvidia-cutlass==4.2.0.0"
 # One FP32 rounding per operation: no contraction to FMA, no fast math, subnormals kept.
 CXX = "-O3 -ffp-contract=off -fno-fast-math".split()
 NVCC = "-O3 -fmad=false -ftz=false -Xcompiler=-ffp-contract=off -DNDEBUG --compress-mode=size"
@@ -32,6 +30,18 @@ def find_cuda_home(env, default="/usr/local/cuda") -> str | None:
         if root and Path(root, "bin/nvcc").exists() and Path(root, "include/cuda.h").exists():
             return str(root)
     return None
+
+
+def find_cutlass(env, no_cuda: str | None) -> str | None:
+    """CUTLASS's headers if MEGATRON_NVFP4_BLACKWELL=1 asks for the GEMM that is built on them."""
+    mode = env.get("MEGATRON_NVFP4_BLACKWELL") or "0"
+    home = env.get("CUTLASS_HOME") or f"{sysconfig.get_path('purelib')}/cutlass_library/source"
+    is_there = Path(home, "include/cutlass/cutlass.h").exists()
+    reason = no_cuda or (None if is_there else f"{home} {NO_CUTLASS}")
+    if mode not in ("0", "1") or (mode == "1" and reason):
+        why = reason if mode == "1" else "use 1 (build), 0 (leave out) or unset it"
+        raise SystemExit(f"MEGATRON_NVFP4_BLACKWELL={mode}: {why}")
+    return f"{home}/include" if mode == "1" else None
 
 
 def compare_toolkit(torch_cuda: str, nvcc: str) -> str | None:
@@ -87,9 +97,10 @@ def main() -> None:
         torch = None
     compiler = shutil.which(env.get("CXX", "c++").split()[0])
     compiler = compiler and Path(sysconfig.get_path("include"), "Python.h").exists()
-    cpp, cu = sorted(glob("csrc/**/*.cpp", recursive=True)), sorted(glob("csrc/cuda/*.cu"))
+    cpp, cu = sorted(glob("csrc/*.cpp") + glob("csrc/cpu/*.cpp")), sorted(glob("csrc/cuda/*.cu"))
     cpu, cuda = why_skipped(env.get("MEGATRON_NVFP4_CUDA", ""), torch, compiler, home, cu)
-    archs, note = env.get("MEGATRON_NVFP4_CUDA_ARCHS", DEFAULT_ARCHS), f"CUDA skipped: {cuda}"
+    cutlass, note = find_cutlass(env, cuda), f"CUDA skipped: {cuda}"
+    archs = env.get("MEGATRON_NVFP4_CUDA_ARCHS", DEFAULT_ARCHS)
     if not cuda:
         nvcc = subprocess.check_output([f"{home}/bin/nvcc", "--version"], text=True)
         note = compare_toolkit(torch.version.cuda, re.search(r"release (\d+\.\d+)", nvcc)[1])
@@ -107,7 +118,12 @@ def main() -> None:
         kind, sources = (CppExtension, cpp) if cuda else (CUDAExtension, cpp + cu)
         name, commands["build_ext"] = "megatron_nvfp4._C", BuildExtension
         extensions = [kind(name, sources, extra_compile_args=flags, extra_link_args=OMP)]
+        if cutlass:
+            flags = flags | {"nvcc": [*NVCC.split(), *gencode(BLACKWELL_ARCHS), f"-I{cutlass}"]}
+            sources = sorted(glob("csrc/blackwell/*.cpp") + glob("csrc/blackwell/*.cu"))
+            extensions += [kind("megatron_nvfp4._blackwell", sources, extra_compile_args=flags)]
     info = {"torch": torch and torch.__version__, "archs": archs, "no_cpu": cpu, "no_cuda": cuda}
+    info["blackwell"] = bool(cutlass)
     info["revision"] = subprocess.getoutput("git rev-parse --verify -q HEAD 2> /dev/null")
     RecordBuild.note, RecordBuild.info = cpu or note, info
     # A folder that outlives pip's, for ninja; editable builds look options up by class name.

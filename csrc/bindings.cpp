@@ -69,5 +69,61 @@ TORCH_LIBRARY(megatron_nvfp4, m) {
   m.def("quantize_mxfp8(Tensor x) -> (Tensor codes, Tensor block_scales)");
   // The form of x.t(), M % 32 == 0.
   m.def("quantize_mxfp8_columns(Tensor x) -> (Tensor codes, Tensor block_scales)");
+  // What quantize_mxfp8_columns decodes to, in the order of x: BF16 (M, K), CUDA only.
+  m.def("round_mxfp8_columns(Tensor x) -> Tensor");
   m.def("dequantize_mxfp8(Tensor codes, Tensor block_scales, ScalarType dtype) -> Tensor");
+  // GEMMs. Row groups of a or x lie between device-side offsets (G+1,), K is walked upwards with
+  // one FP32 accumulator, then y * RN(row_scale * group_scale) + bias, rounded once:
+  // backends/__init__.py. Scales are FP32: row (M,) or (1,), group (G,) or (1,), col (G*N,) in
+  // place of group; bias (G, N). Decoded operands, CPU only: a (M, K) and b (G*N, K) BF16 or FP32.
+  m.def(
+      "grouped_gemm_decoded(Tensor a, Tensor b, Tensor offsets, Tensor? row_scale, "
+      "Tensor? group_scale, Tensor? col_scale, Tensor? bias, ScalarType out_dtype) -> Tensor");
+  // out[g] = or += a_g b_g^T of the column groups of a (N, M) and b (K, M), CPU only.
+  m.def(
+      "grouped_wgrad_decoded(Tensor a, Tensor b, Tensor offsets, Tensor? row_scale, "
+      "Tensor? group_scale, bool accumulate, *, Tensor(c!)[] out) -> ()");
+  // wgmma, compute capability 9.0. packed: the weights by pack_weights_nvfp4. x: NVFP4 codes with
+  // x_scales, q * s_b as FP16, or BF16; row m of the product takes row row_index[m] of x and of
+  // row_scale. config: a tile configuration, -1 chooses; the bits are the same.
+  m.def(
+      "grouped_gemm_w4(Tensor x, Tensor? x_scales, Tensor packed, Tensor offsets, int num_cols, "
+      "Tensor? row_scale, Tensor? group_scale, Tensor? bias, Tensor? row_index, "
+      "ScalarType out_dtype, int config=-1) -> Tensor");
+  // NVFP4 weights (G*N, K) in the order of wgmma fragments, (G, ceil(K/64), ceil(N/64), 2304);
+  // reversed: group g from group G-1-g. The inverse takes num_rows = G*N.
+  m.def(
+      "pack_weights_nvfp4(Tensor codes, Tensor block_scales, int num_groups, bool reversed) "
+      "-> Tensor");
+  m.def(
+      "unpack_weights_nvfp4(Tensor packed, int num_rows, int num_cols) "
+      "-> (Tensor codes, Tensor block_scales)");
+  // wgmma too. weights: one (G, N, K) or G matrices (N, K), BF16; transposed: (K, N) each.
+  m.def(
+      "grouped_gemm_bf16(Tensor x, Tensor[] weights, bool transposed, Tensor offsets, "
+      "Tensor? row_scale, Tensor? group_scale, Tensor? col_scale, Tensor? bias, "
+      "ScalarType out_dtype) -> Tensor");
+  m.def(
+      "grouped_wgrad_bf16(Tensor a, Tensor b, bool token_major, Tensor offsets, "
+      "Tensor? group_scale, bool accumulate, *, Tensor(c!)[] out) -> ()");
+  // mma.sync, any GPU from 8.0 on. a, b: BF16, or NVFP4 codes with their scales; b_transposed: b is
+  // BF16 (G*K, N).
+  m.def(
+      "grouped_gemm_generic(Tensor a, Tensor? a_scales, Tensor b, Tensor? b_scales, "
+      "bool b_transposed, Tensor offsets, int num_cols, Tensor? row_scale, Tensor? group_scale, "
+      "Tensor? col_scale, Tensor? bias, ScalarType out_dtype) -> Tensor");
+  // token_major: a (M, N) and b (M, K); else (N, M) and (K, M), groups multiples of 16.
+  m.def(
+      "grouped_wgrad_generic(Tensor a, Tensor b, bool token_major, Tensor offsets, "
+      "Tensor? group_scale, bool accumulate, *, Tensor(c!)[] out) -> ()");
+  // Scales (M, K/16) of row groups, of one byte each, in the 128x4 layout, every group padded to
+  // 128 rows, CUDA only: (R, C'), R the host's bound for any offsets (G+1,), padding 0.
+  m.def("swizzle_groups_128x4(Tensor block_scales, Tensor offsets) -> Tensor");
+  // The fields of GroupPlan (csrc/blackwell/group_plan.h) of every group, int64 (G, 13), CUDA only.
+  m.def("blackwell_group_plan(Tensor offsets, int num_cols, int num_k) -> Tensor");
+  // The epilogue of Blackwell's GEMM on given accumulators, FP32 (M, N), CUDA only; rows from
+  // offsets[G] on are 0.
+  m.def(
+      "blackwell_epilogue(Tensor acc, Tensor offsets, Tensor? row_scale, Tensor? group_scale, "
+      "Tensor? bias, ScalarType out_dtype) -> Tensor");
 }

@@ -5,8 +5,12 @@ layers can be built, saved and trained on a CPU. Parameter names, partition attr
 TE 2.20.2 (https://github.com/NVIDIA/TransformerEngine, transformer_engine/pytorch/module); numerics are
 torch's, without quantisation, user buffers or sharded communication. What Megatron only mentions in
 annotations is a class that cannot be built; what it imports optionally is absent.
+
+`kernel_modules()` is another world: TE's NVFP4 quantiser and GEMM as backends/te.py calls them, in torch.
 """
 
+import enum
+import importlib.machinery
 import sys
 import types
 from contextlib import nullcontext
@@ -14,6 +18,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from megatron_nvfp4 import quant
+from megatron_nvfp4.quant import layout
 
 VERSION = "2.20.2"
 
@@ -309,3 +316,121 @@ def install() -> None:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, module)
+
+
+# --- NVFP4 kernels ---------------------------------------------------------------------------
+
+
+class DType(enum.IntEnum):
+    """TE's numbers of the types, as far as they are used here."""
+
+    kFloat4E2M1 = 10  # noqa: N815
+
+
+class NVFP4TensorStorage:
+    """What general_gemm takes (pytorch/tensor/storage/nvfp4_tensor_storage.py): keywords as TE's."""
+
+    def __init__(
+        self,
+        *,
+        rowwise_data,
+        rowwise_scale_inv,
+        columnwise_data,
+        columnwise_scale_inv,
+        amax_rowwise,
+        amax_columnwise,
+        fp4_dtype,
+        quantizer,
+        with_gemm_swizzled_scales,
+        row_scaled_nvfp4=False,
+        nvfp4_use_4over6=False,
+        nvfp4_e4m3_max=448,
+    ) -> None:
+        rows, half = rowwise_data.shape
+        assert fp4_dtype == DType.kFloat4E2M1
+        assert rowwise_data.dtype == rowwise_scale_inv.dtype == torch.uint8
+        assert rowwise_data.is_contiguous()
+        # common/transformer_engine.cpp, CheckScaleTensorShape
+        assert rowwise_scale_inv.shape == layout.swizzled_shape(rows, half // 8)
+        self.data, self.scales, self.amax = rowwise_data, rowwise_scale_inv, amax_rowwise
+        self.is_plain = not (with_gemm_swizzled_scales or row_scaled_nvfp4 or columnwise_data)
+
+    def values(self) -> Tensor:
+        rows, half = self.data.shape
+        scales = self.scales[:rows, : half // 8].view(torch.float8_e4m3fn)
+        parts = quant.QuantizedTensor(self.data, scales, self.amax, quant.NVFP4Spec())
+        return quant.decode_exact(parts)[0].double()
+
+
+class NVFP4Quantizer:
+    """tex.quantize of a rowwise tensor: scales completed to 128x4 tiles by bytes nobody wrote."""
+
+    def __init__(
+        self,
+        *,
+        fp4_dtype,
+        rowwise,
+        columnwise,
+        with_2d_quantization,
+        row_scaled_nvfp4,
+        nvfp4_use_4over6,
+        nvfp4_e4m3_max,
+        nvfp4_4over6_err_mode,
+    ) -> None:
+        assert (fp4_dtype, rowwise, columnwise) == (DType.kFloat4E2M1, True, False)
+        assert nvfp4_4over6_err_mode in ("MAE", "MSE")
+        self.spec = quant.NVFP4Spec(
+            block=(16, 16) if with_2d_quantization else (1, 16),
+            outer="token" if row_scaled_nvfp4 else "tensor",
+            # pytorch/tensor/nvfp4_tensor.py: the maximum counts with four-over-six only
+            e4m3_max=nvfp4_e4m3_max if nvfp4_use_4over6 else 448,
+            four_over_six=nvfp4_4over6_err_mode.lower() if nvfp4_use_4over6 else None,
+        )
+
+    def __call__(self, x: Tensor):
+        assert x.shape[0] % 16 == x.shape[1] % 16 == 0 < x.shape[0]
+        quantized = quant.quantize(x, self.spec)
+        rows, cols = quantized.block_scales.shape
+        scales = torch.full(layout.swizzled_shape(rows, cols), 0xAB, dtype=torch.uint8)
+        scales[:rows, :cols] = quantized.block_scales.view(torch.uint8)
+        return types.SimpleNamespace(
+            _rowwise_data=quantized.codes,
+            _rowwise_scale_inv=scales,
+            _amax_rowwise=quantized.amax,
+        )
+
+
+def general_gemm(A, B, out_dtype=None, *, layout):
+    """B times A transposed, alpha as common/recipe/nvfp4.cu computes it; returns four things as TE does."""
+    assert layout == "TN"
+    assert A.is_plain
+    assert B.is_plain
+    rows, cols, num_k = B.data.shape[0], A.data.shape[0], A.data.shape[1] * 2
+    # pytorch/tensor/nvfp4_tensor.py and common/gemm/cublaslt_gemm.cu
+    assert rows % 16 == 0 < rows
+    assert cols % 8 == num_k % 32 == 0
+    alpha = A.amax * B.amax * (torch.ones(1) / torch.tensor([36.0 * 448 * 448]))
+    acc = (B.values() @ A.values().t()).float()
+    return (alpha * acc).to(out_dtype), None, None, None
+
+
+def kernel_modules() -> dict[str, types.ModuleType]:
+    """Modules for sys.modules; none of them is a real Transformer Engine."""
+    contents = {
+        "transformer_engine": {"__version__": VERSION},
+        "transformer_engine_torch": {"DType": DType},
+        "transformer_engine.pytorch": {"NVFP4Quantizer": NVFP4Quantizer},
+        "transformer_engine.pytorch.cpp_extensions": {"general_gemm": general_gemm},
+        "transformer_engine.pytorch.tensor": {},
+        "transformer_engine.pytorch.tensor.storage": {},
+        "transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage": {
+            "NVFP4TensorStorage": NVFP4TensorStorage
+        },
+    }
+    modules = {}
+    for name, content in contents.items():
+        modules[name] = types.ModuleType(name)
+        modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        modules[name].__path__ = []
+        modules[name].__dict__.update(content)
+    return modules

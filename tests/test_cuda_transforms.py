@@ -258,8 +258,12 @@ def test_what_has_no_kernel_is_refused():
 
 
 @pytest.mark.parametrize("name", ["nvfp4_pretrain", "mxfp8", "sweep_e3m2"])
-def test_training_step_equals_the_cpu(name, monkeypatch):
-    """Prevents a recipe whose gradients depend on the device: random bits, rotations, groups."""
+def test_training_step_is_the_cpus(name, monkeypatch):
+    """Prevents a recipe whose gradients depend on the device: random bits, rotations, groups.
+
+    The devices add in other orders, so a few outputs round to a neighbour; another operand would be off by
+    the error of its format, a hundredth of the norm at the least.
+    """
     # The devices' generators differ; on one seed the bits must not.
     monkeypatch.setattr(QLinearBase, "rounding_seed", lambda self, device: 7)
     params = QLinearParams(recipe=RECIPES[name])
@@ -284,7 +288,8 @@ def test_training_step_equals_the_cpu(name, monkeypatch):
             found += [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
         results.append([t.cpu() for t in found])
     for on_cpu, on_gpu in zip(*results, strict=True):
-        assert torch.equal(on_cpu, on_gpu)
+        difference = (on_cpu.double() - on_gpu.double()).norm()
+        assert difference <= 2.0**-10 * on_cpu.double().norm()
 
 
 def test_seed_follows_the_gpus_generator():

@@ -27,7 +27,7 @@ def _write(folder, text: str) -> str:
     return str(path)
 
 
-def _claims_all(op, formats, shape=None, device=None):
+def _claims_all(op, formats, shape=None, device=None, dtype=None):
     return None
 
 
@@ -194,7 +194,7 @@ def test_doctor_fails_where_no_backend_runs_the_recipe(fake, capsys, monkeypatch
 
 
 def test_doctor_probes_each_operation_of_a_recipe(fake, capsys):
-    # Prevents: a path that training takes and doctor does not (and a bypass tried on our kernels).
+    # Prevents: a path that training takes and doctor does not (and a bypass tried on the reference).
     def found(recipe: str) -> dict[str, set[str]]:
         report = json.loads(_doctor(capsys, "--recipe", recipe, "--json")[1])["recipes"][0]
         paths: dict[str, set[str]] = {}
@@ -216,7 +216,7 @@ def test_doctor_probes_each_operation_of_a_recipe(fake, capsys):
         "grouped_wgrad mxfp8(1x32) x mxfp8(1x32)": ours,
     }
     unquantized = {f"{op} bf16 x bf16" for op in ("gemm", "grouped_gemm", "grouped_wgrad")}
-    assert found("bf16") == {path: {"torch"} for path in unquantized}
+    assert found("bf16") == {path: {"cuda", "torch"} for path in unquantized}
     dequantized = found("nvfp4_per_token_dequant_bwd")
     assert all(dequantized[path] == ours for path in unquantized)
     rotated = "quantize_rotated nvfp4(1x16, per-tensor, stochastic)"
@@ -257,7 +257,7 @@ def test_select_moves_on_or_raises_with_the_reasons(fake):
     from megatron_nvfp4 import backends
     from megatron_nvfp4.recipes import MXFP8
 
-    def not_at_128(op, formats, shape=None, device=None):
+    def not_at_128(op, formats, shape=None, device=None, dtype=None):
         return "K=128 is not supported; use K=192" if shape and shape[-1] == 128 else None
 
     fake.why_not = not_at_128

@@ -281,7 +281,7 @@ def test_environment_names_the_recipe(monkeypatch):
     params = get_qlinear_params()
     assert params.recipe == BUILDABLE["nvfp4_per_token+bypass"]
     assert params.recipe.backward == "bypass"
-    assert params.gemm_backend == "torch"
+    assert params.gemm_backend == ("cuda", "torch")
 
 
 # --- extra state ------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ FAST = NVFP4Spec(outer="token", four_over_six="mse", error="fast")
 STRICT = NVFP4Spec(outer="token", four_over_six="mae", error="strict")
 SWIGLU_SHAPE = (32768, 768)
 SWIGLU_OPS = ("swiglu portable", "swiglu fast math")
+KINDS = ("quantize", "quantize-cpu", "gemm", "module")
 CACHE_BYTES = 400 << 20  # several times the L2
 FIELDS = (
     "gpu",
@@ -328,6 +329,12 @@ def chosen(
         import bench_peers
 
         return FIELDS + bench_peers.FIELDS, bench_peers.rows(args.only)
+    if args.what in ("gemm", "module"):
+        import bench_gemm
+
+        if args.what == "module":
+            return bench_gemm.MODULE_FIELDS, bench_gemm.module_rows(args.only)
+        return bench_gemm.FIELDS, bench_gemm.rows(args.only)
     ops = sorted({case.op for case in CASES} | set(SWIGLU_OPS))
     if not any(args.only in op for op in ops):
         parser.error(f"--only {args.only!r}: no such op; ops: {ops}")
@@ -336,7 +343,7 @@ def chosen(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["quantize", "quantize-cpu"], help="which kernels")
+    parser.add_argument("what", choices=KINDS, help="which kernels")
     parser.add_argument("--only", default="", help="only cases whose op contains this text")
     parser.add_argument("--csv", type=Path, help="file to write; standard output has it anyway")
     parser.add_argument(

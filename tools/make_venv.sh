@@ -58,7 +58,8 @@ build_key() {
     sources=$(find csrc -type f -exec cksum {} + | sort | cksum)
     tools="$(command -v "${CXX:-c++}" || true) $(command -v nvcc || true) ${CUDA_HOME:-}"
     echo "build: $(checksum setup.py) $sources $tools" \
-        "${MEGATRON_NVFP4_CUDA:-} ${MEGATRON_NVFP4_CUDA_ARCHS:-}"
+        "${MEGATRON_NVFP4_CUDA:-} ${MEGATRON_NVFP4_CUDA_ARCHS:-}" \
+        "${MEGATRON_NVFP4_BLACKWELL:-} ${CUTLASS_HOME:-}"
 }
 
 requirements() { # build-system and the dev and demo extras, their references to each other resolved
@@ -115,10 +116,14 @@ if [ "${seen%%$'\n'*}" != "$dependencies" ]; then
     rm -f "$stamp"
     requirements > .venv/requirements.txt
     "${pip[@]}" install --quiet -r .venv/requirements.txt
+    # CUTLASS's headers, to compile the Blackwell kernel with, in a folder of their own: the package
+    # asks for Python packages that headers do not need, and `pip check` would miss them.
+    "${pip[@]}" install --quiet --no-deps --upgrade --target .venv/cutlass nvidia-cutlass==4.2.0.0
 fi
 # A build that fails or is interrupted must not cost the dependencies again.
 printf '%s\n' "$dependencies" > "$stamp"
 echo "make venv: building megatron_nvfp4"
+export CUTLASS_HOME="${CUTLASS_HOME:-$PWD/.venv/cutlass/cutlass_library/source}"
 "${pip[@]}" install --quiet --no-build-isolation --no-deps -e .
 "${pip[@]}" check
 .venv/bin/python -c '

@@ -1,13 +1,14 @@
 // The loops of the CPU kernels, compiled once per instruction set, and the choice between them.
 //
-// All of them are plain loops over numerics.h in kernels_impl.h, so that every instruction set
-// gives the same bits; only the transposition of a tile differs.
+// All of them are loops over numerics.h in kernels_impl.h, so that every instruction set gives the
+// same bits; only the transposition of a tile and the vectors of gemm_impl.h differ.
 #pragma once
 
 #include <cstdint>
 
 #include "../simulated.h"
 #include "../transforms.h"
+#include "gemm.h"
 
 namespace megatron_nvfp4 {
 
@@ -63,6 +64,8 @@ struct CpuKernels {
   void (*quantize_simulated)(const void* x, InputType type, int64_t num_cols,
                              const FloatFormat& format, float amax, float* values,
                              uint8_t* block_scales);
+  // One task of a matrix product; scratch holds kGemmScratch floats.
+  void (*gemm)(const GemmTask& task, float* scratch);
 };
 
 extern const CpuKernels kDefaultKernels;

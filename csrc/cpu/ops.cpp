@@ -1,19 +1,17 @@
 // CPU implementations of the operators in bindings.cpp: checks, threads, and calls of the kernels.
 #include <ATen/Parallel.h>
-#include <ATen/Version.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cfenv>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
-#include "kernels.h"
+#include "dispatch.h"
 
 namespace megatron_nvfp4 {
 namespace {
@@ -22,32 +20,7 @@ using at::Tensor;
 
 constexpr int64_t kGrain = 1 << 15;  // elements worth a thread
 
-// torch's choice, which a user can lower by ATEN_CPU_CAPABILITY.
-const CpuKernels& kernels() {
-#if defined(__x86_64__)
-  static const std::string capability = at::get_cpu_capability();
-  if (capability == "AVX512") return kAvx512Kernels;
-  if (capability == "AVX2") return kAvx2Kernels;
-#endif
-  return kDefaultKernels;
-}
-
 std::string cpu_isa() { return kernels().isa; }
-
-// Rounds to nearest and keeps subnormals while it lives, whatever torch.set_flush_denormal said.
-class ExactFloats {
- public:
-  ExactFloats() {
-    std::fegetenv(&saved_);
-    std::fesetenv(FE_DFL_ENV);
-  }
-  ~ExactFloats() { std::fesetenv(&saved_); }
-  ExactFloats(const ExactFloats&) = delete;
-  ExactFloats& operator=(const ExactFloats&) = delete;
-
- private:
-  std::fenv_t saved_;
-};
 
 // work(i) for 0 <= i < num, each of `elements` elements, over torch's threads.
 template <class Work>

@@ -89,6 +89,33 @@ __global__ void __launch_bounds__(kColumnWarps * 32)
   }
 }
 
+// What the column form decodes to, where it lies: BF16 in the order of x.
+template <class T>
+__global__ void __launch_bounds__(kColumnWarps * 32)
+    round_mxfp8_columns_kernel(const void* from, int64_t num_rows, int64_t num_cols,
+                               __nv_bfloat16* out) {
+  const int64_t row_block = static_cast<int64_t>(blockIdx.x) * kColumnWarps + threadIdx.x / 32;
+  const int64_t col = static_cast<int64_t>(blockIdx.y) * kCtaColumns + threadIdx.x % 32 * 2;
+  if (row_block >= num_rows / kMxfp8Block || col >= num_cols) return;
+  float x[kMxfp8Block][2];
+  load_column_pair<T>(from, row_block * kMxfp8Block, num_cols, col, x);
+#pragma unroll
+  for (int column = 0; column < 2; ++column) {
+    const uint32_t e = mxfp8_block_scale(column_amax(x, column));
+    const float multiplier = mxfp8_block_multiplier(e);
+#pragma unroll
+    for (int i = 0; i < kMxfp8Block; ++i) {
+      x[i][column] = mxfp8_decode(decode_e4m3(encode_e4m3(multiply(x[i][column], multiplier))), e);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kMxfp8Block; ++i) {
+    const int64_t index = (row_block * kMxfp8Block + i) * num_cols + col;
+    *reinterpret_cast<__nv_bfloat162*>(out + index) =
+        __halves2bfloat162(__float2bfloat16_rn(x[i][0]), __float2bfloat16_rn(x[i][1]));
+  }
+}
+
 __device__ void store(__nv_bfloat16* out, float x) { *out = __float2bfloat16_rn(x); }
 __device__ void store(__half* out, float x) { *out = __float2half_rn(x); }
 __device__ void store(float* out, float x) { *out = x; }
@@ -136,6 +163,19 @@ cudaError_t quantize_mxfp8_columns(const Mxfp8Args& args, cudaStream_t stream) {
   return for_type(args.type, [&](auto type) {
     using T = decltype(type);
     quantize_mxfp8_columns_kernel<T><<<grid, kColumnWarps * 32, 0, stream>>>(args);
+  });
+}
+
+cudaError_t round_mxfp8_columns(const void* x, InputType type, int64_t num_rows, int64_t num_cols,
+                                void* out, cudaStream_t stream) {
+  const int64_t num_blocks = num_rows / kMxfp8Block;
+  if (num_blocks == 0 || num_cols == 0) return cudaSuccess;
+  const dim3 grid(static_cast<unsigned>((num_blocks + kColumnWarps - 1) / kColumnWarps),
+                  static_cast<unsigned>((num_cols + kCtaColumns - 1) / kCtaColumns));
+  return for_type(type, [&](auto input) {
+    using T = decltype(input);
+    round_mxfp8_columns_kernel<T><<<grid, kColumnWarps * 32, 0, stream>>>(
+        x, num_rows, num_cols, static_cast<__nv_bfloat16*>(out));
   });
 }
 

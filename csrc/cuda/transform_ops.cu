@@ -194,6 +194,18 @@ std::tuple<Tensor, Tensor> quantize_mxfp8_columns_op(const Tensor& input) {
   return {codes, scales};
 }
 
+Tensor round_mxfp8_columns_op(const Tensor& input) {
+  const char* op = "round_mxfp8_columns";
+  const c10::cuda::CUDAGuard guard(input.device());
+  const Tensor x = checked_matrix(op, input, 0, kMxfp8Block);
+  TORCH_CHECK_VALUE(x.size(1) % 2 == 0, op, ": N=", x.size(1), "; give an even number of columns");
+  Tensor out = at::empty(x.sizes(), x.options().dtype(at::kBFloat16));
+  C10_CUDA_CHECK(round_mxfp8_columns(x.const_data_ptr(), type_of(op, x.scalar_type()), x.size(0),
+                                     x.size(1), out.mutable_data_ptr(),
+                                     c10::cuda::getCurrentCUDAStream()));
+  return out;
+}
+
 Tensor dequantize_mxfp8_op(const Tensor& codes_in, const Tensor& scales_in, at::ScalarType dtype) {
   const char* op = "dequantize_mxfp8";
   TORCH_CHECK_VALUE(codes_in.scalar_type() == at::kFloat8_e4m3fn &&
@@ -223,6 +235,7 @@ TORCH_LIBRARY_IMPL(megatron_nvfp4, CUDA, m) {
   m.impl("quantize_simulated", &quantize_simulated_op);
   m.impl("quantize_mxfp8", &quantize_mxfp8_op);
   m.impl("quantize_mxfp8_columns", &quantize_mxfp8_columns_op);
+  m.impl("round_mxfp8_columns", &round_mxfp8_columns_op);
   m.impl("dequantize_mxfp8", &dequantize_mxfp8_op);
 }
 

@@ -44,6 +44,10 @@ struct Mxfp8Args {
 cudaError_t quantize_mxfp8(const Mxfp8Args& args, cudaStream_t stream);
 // Of the transpose: blocks along the rows of x.
 cudaError_t quantize_mxfp8_columns(const Mxfp8Args& args, cudaStream_t stream);
+// The column form's values as BF16 (num_rows, num_cols), num_cols even; exact in BF16's normal
+// range.
+cudaError_t round_mxfp8_columns(const void* x, InputType type, int64_t num_rows, int64_t num_cols,
+                                void* out, cudaStream_t stream);
 // The inverse, in the output type.
 cudaError_t dequantize_mxfp8(const uint8_t* codes, const uint8_t* block_scales,
                              int64_t num_elements, InputType type, void* out, cudaStream_t stream);

@@ -14,13 +14,18 @@ from torch import Tensor
 from megatron_nvfp4.quant import MXFP8Tensor, QuantizedTensor, SimulatedTensor
 from megatron_nvfp4.recipes import Format
 
-Operand = Tensor | QuantizedTensor | MXFP8Tensor | SimulatedTensor
+from .packed import PackedWeights
+
+Operand = Tensor | QuantizedTensor | MXFP8Tensor | SimulatedTensor | PackedWeights
+# G matrices of one shape, unquantised: G tensors, or one (G, N, K).
+Matrices = Sequence[Tensor] | Tensor
 # "quantize_rotated" is quantize with rotated=True.
 OPS = ("quantize", "quantize_rotated", "gemm", "grouped_gemm", "grouped_wgrad")
 # Fastest first; "reference" can do everything, slowly. By name only: "torch", the framework's own GEMMs for
-# unquantised operands, which a recipe that bypasses our operators asks for, and "te", to compare with.
+# unquantised operands, which a recipe that bypasses our operators asks for, "blackwell", which has never run,
+# and "te", to compare with.
 PREFERENCE = ("cuda", "cpu", "reference")
-_MODULES = {name: f"megatron_nvfp4.backends.{name}" for name in (*PREFERENCE, "te")}
+_MODULES = {name: f"megatron_nvfp4.backends.{name}" for name in (*PREFERENCE, "blackwell", "te")}
 _MODULES["torch"] = "megatron_nvfp4.backends.torch_gemm"
 _used: dict[tuple[str, str], set[str]] = {}
 
@@ -40,10 +45,12 @@ class Backend(Protocol):
         formats: Sequence[Format],
         shape: Sequence[int] | None = None,
         device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> str | None:
         """None if `op` (one of OPS) runs on operands of these formats, else the reason and the remedy.
 
-        shape: (M, K) of a quantiser, (M, N, K) of a GEMM; None asks in general.
+        shape: (M, K) of a quantiser, (M, N, K) of a GEMM; None asks in general. dtype: of operands that are
+        not quantised, BF16 if None.
         """
         ...
 
@@ -66,22 +73,50 @@ class Backend(Protocol):
         """
         ...
 
+    def pack_weights(self, weights: Operand, num_groups: int) -> Operand:
+        """Weights (G*N, K) in the form this backend's GEMMs read fastest; the same values."""
+        ...
+
+    def round_along_rows(self, weights: Tensor, spec: Format) -> Matrices | None:
+        """Weights (G, N, K) quantised along N and decoded, as they lie; None where that is not exact or slow.
+
+        What `grouped_gemm` with transposed=True then multiplies; the other way is to quantise the transpose.
+        """
+        ...
+
+    def dequantize(self, operand: Operand, dtype: torch.dtype) -> Tensor:
+        """A quantised operand's values (M, K) in `dtype`, outer scale included, rounded once."""
+        ...
+
     def gemm(
-        self, a: Operand, b: Operand, *, bias: Tensor | None = None, out_dtype: torch.dtype
+        self,
+        a: Operand,
+        b: Operand | Matrices,
+        *,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype,
+        transposed: bool = False,
     ) -> Tensor:
-        """a (M, K) times b (N, K) transposed, plus bias (N,): (M, N) in out_dtype, rounded once."""
+        """a (M, K) times b (N, K) transposed, plus bias (N,): (M, N) in out_dtype, rounded once.
+
+        b: an operand, or one unquantised matrix as Matrices; transposed: that matrix lies as (K, N).
+        """
         ...
 
     def grouped_gemm(
         self,
         a: Operand,
-        b: Operand,
+        b: Operand | Matrices,
         offsets: Tensor,
         *,
         bias: Tensor | None = None,
         out_dtype: torch.dtype,
+        transposed: bool = False,
     ) -> Tensor:
-        """Row group g of a (M, K) times b_g: b is (G*N, K), offsets (G+1,), bias (G, N); (M, N)."""
+        """Row group g of a (M, K) times b_g: b is (G*N, K), offsets (G+1,), bias (G, N); (M, N).
+
+        b: an operand, or G unquantised matrices (N, K); transposed: the matrices lie as (K, N).
+        """
         ...
 
     def grouped_wgrad(
@@ -113,14 +148,15 @@ def select(
     *,
     shape: Sequence[int] | None = None,
     device: torch.device | str | None = None,
-    backend: str = "auto",
+    dtype: torch.dtype | None = None,
+    backend: str | Sequence[str] = "auto",
 ) -> Backend:
     """The backend that computes one operation, by policy (`backend`), formats, shape and device.
 
-    backend: "auto" walks PREFERENCE; a name takes that one or none.
+    backend: "auto" walks PREFERENCE; a name takes that one or none, several the first that can.
     Raises RuntimeError that lists why each candidate cannot. The choice is recorded, see `used`.
     """
-    found = find(op, formats, shape=shape, device=device, backend=backend)
+    found = find(op, formats, shape=shape, device=device, dtype=dtype, backend=backend)
     _used.setdefault((op, " x ".join(map(str, formats))), set()).add(found.name)
     return found
 
@@ -131,13 +167,14 @@ def find(
     *,
     shape: Sequence[int] | None = None,
     device: torch.device | str | None = None,
-    backend: str = "auto",
+    dtype: torch.dtype | None = None,
+    backend: str | Sequence[str] = "auto",
 ) -> Backend:
     """As `select`, for a question only: nothing is recorded."""
     reasons = {}
-    for name in PREFERENCE if backend == "auto" else (backend,):
+    for name in candidates(backend):
         candidate = get(name)
-        reason = candidate.why_not(op, formats, shape, device)
+        reason = candidate.why_not(op, formats, shape, device, dtype)
         if reason is None:
             return candidate
         reasons[name] = reason
@@ -146,6 +183,13 @@ def find(
     on = f" on {device}" if device is not None else ""
     listed = "\n".join(f"  - {name}: {reason}" for name, reason in reasons.items())
     raise RuntimeError(f"no backend runs {op} of {wanted}{at}{on}:\n{listed}")
+
+
+def candidates(backend: str | Sequence[str]) -> Sequence[str]:
+    """The names that a choice of backend stands for, in order."""
+    if backend == "auto":
+        return PREFERENCE
+    return (backend,) if isinstance(backend, str) else backend
 
 
 def used() -> list[dict]:

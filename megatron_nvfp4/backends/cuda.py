@@ -1,4 +1,4 @@
-"""The CUDA backend: quantisers with the reference's bits at the speed of memory.
+"""The CUDA backend: quantisers with the reference's bits at the speed of memory, and GEMMs on tensor cores.
 
 Compiled for compute capability 8.0 and later; run and measured on 9.0 (H200). The code for 10.0 and 10.3 is
 compiled and has never run.
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron_nvfp4.quant import QuantizedTensor
-from megatron_nvfp4.quant.layout import swizzled_shape
+from megatron_nvfp4.quant.layout import dense_offsets, swizzled_shape
 from megatron_nvfp4.quant.swiglu import TOKEN, check_spec
-from megatron_nvfp4.recipes import BF16, FORWARD, Format, NVFP4Spec
+from megatron_nvfp4.recipes import BF16, FORWARD, MXFP8, Format, NVFP4Spec
 
-from . import Operand, extension, ops
+from . import Matrices, Operand, cuda_gemm, extension, ops
 from .reference import ReferenceBackend, contraction_fault
 
 # What check_numerics compares, in the order of the operator's counts.
@@ -45,19 +45,64 @@ class CudaBackend:
         formats: Sequence[Format],
         shape: Sequence[int] | None = None,
         device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> str | None:
-        if op not in ("quantize", "quantize_rotated"):
-            return f"the extension has no kernel for {op}"
-        for spec in formats:
-            reason = _format_fault(op, spec)
-            if reason:
-                return reason
         if device is not None and torch.device(device).type != "cuda":
             return f"it works on CUDA tensors, these are on {device}; use backend='cpu'"
-        return contraction_fault(op, formats, shape) or extension.why_not_cuda()
+        fault = (
+            next(filter(None, (_format_fault(op, spec) for spec in formats)), None)
+            if op in ("quantize", "quantize_rotated")
+            else cuda_gemm.fault(op, formats, shape, dtype)
+        )
+        return fault or contraction_fault(op, formats, shape) or extension.why_not_cuda()
 
     def quantize(self, x: Tensor, spec: Format, **options) -> Operand:
         return ops.quantize(x, spec, **options)
+
+    def pack_weights(self, weights: Operand, num_groups: int) -> Operand:
+        return cuda_gemm.pack_weights(weights, num_groups)
+
+    def round_along_rows(self, weights: Tensor, spec: Format) -> Matrices | None:
+        return cuda_gemm.round_along_rows(weights) if spec == MXFP8 else None
+
+    def dequantize(self, operand: Operand, dtype: torch.dtype) -> Tensor:
+        return cuda_gemm.dequantize(operand, dtype)
+
+    def gemm(
+        self,
+        a: Operand,
+        b: Operand | Matrices,
+        *,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype,
+        transposed: bool = False,
+    ) -> Tensor:
+        offsets = dense_offsets(a.shape[0], a.device)
+        bias = None if bias is None else bias[None]
+        return cuda_gemm.grouped_gemm(a, b, offsets, bias, out_dtype, transposed)
+
+    def grouped_gemm(
+        self,
+        a: Operand,
+        b: Operand | Matrices,
+        offsets: Tensor,
+        *,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype,
+        transposed: bool = False,
+    ) -> Tensor:
+        return cuda_gemm.grouped_gemm(a, b, offsets, bias, out_dtype, transposed)
+
+    def grouped_wgrad(
+        self,
+        a: Operand,
+        b: Operand,
+        offsets: Tensor,
+        *,
+        out: Sequence[Tensor],
+        accumulate: bool,
+    ) -> None:
+        cuda_gemm.grouped_wgrad(a, b, offsets, out, accumulate)
 
 
 def _format_fault(op: str, spec: Format) -> str | None:

@@ -17,6 +17,7 @@ from megatron_nvfp4.quant import (
     decode_exact,
     decode_mxfp8,
     decode_simulated,
+    dequantize,
     quantize,
     quantize_grouped,
     quantize_mxfp8,
@@ -33,7 +34,7 @@ from megatron_nvfp4.recipes import (
     format_needs,
 )
 
-from . import Operand
+from . import Matrices, Operand
 
 
 class ReferenceBackend:
@@ -57,6 +58,7 @@ class ReferenceBackend:
         formats: Sequence[Format],
         shape: Sequence[int] | None = None,
         device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> str | None:
         return missing_feature(op, formats, self.features) or contraction_fault(op, formats, shape)
 
@@ -86,28 +88,51 @@ class ReferenceBackend:
             return x
         raise ValueError(f"reference: cannot quantise to {spec}")
 
+    def dequantize(self, operand: Operand, dtype: torch.dtype) -> Tensor:
+        if isinstance(operand, QuantizedTensor):
+            return dequantize(operand, dtype)
+        if isinstance(operand, MXFP8Tensor):
+            return decode_mxfp8(operand, dtype)
+        return (decode_simulated(operand) * operand.outer_scale[:, None]).to(dtype)
+
     def decode(self, operand: Operand) -> Tensor:
         """What the GEMMs multiply: decode_fp64, or a faster decoder of the same values."""
         return decode_fp64(operand)
 
+    def pack_weights(self, weights: Operand, num_groups: int) -> Operand:
+        return weights
+
+    def round_along_rows(self, weights: Tensor, spec: Format) -> Matrices | None:
+        return None
+
     def gemm(
-        self, a: Operand, b: Operand, *, bias: Tensor | None = None, out_dtype: torch.dtype
+        self,
+        a: Operand,
+        b: Operand | Matrices,
+        *,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype,
+        transposed: bool = False,
     ) -> Tensor:
         offsets = torch.tensor([0, a.shape[0]], device=a.device)
         bias = None if bias is None else bias[None]
-        return self.grouped_gemm(a, b, offsets, bias=bias, out_dtype=out_dtype)
+        return self.grouped_gemm(
+            a, b, offsets, bias=bias, out_dtype=out_dtype, transposed=transposed
+        )
 
     def grouped_gemm(
         self,
         a: Operand,
-        b: Operand,
+        b: Operand | Matrices,
         offsets: Tensor,
         *,
         bias: Tensor | None = None,
         out_dtype: torch.dtype,
+        transposed: bool = False,
     ) -> Tensor:
         bounds = offsets.tolist()
         num_groups = len(bounds) - 1
+        b = stack_matrices(b, transposed)
         num_cols = b.shape[0] // num_groups
         a_exact, b_exact = self.decode(a), self.decode(b)
         a_scale, b_scale = row_scale(a), row_scale(b)
@@ -146,6 +171,21 @@ class ReferenceBackend:
             if accumulate:
                 y = y + target.float()
             target.copy_(y)
+
+
+def stack_matrices(b: Operand | Matrices, transposed: bool = False) -> Operand:
+    """Matrices (N, K), or (K, N) if transposed, as one operand (G*N, K); an operand as it is."""
+    if isinstance(b, list | tuple) or (isinstance(b, Tensor) and b.dim() == 3):
+        return torch.cat([matrix.t() if transposed else matrix for matrix in b])
+    assert not transposed, "only matrices lie transposed"
+    return b
+
+
+def as_matrices(b: Tensor | Matrices, num_groups: int) -> Matrices:
+    """An unquantised operand (G*N, K) as matrices, one (G, N, K); matrices as they are."""
+    if isinstance(b, Tensor) and b.dim() == 2:
+        return b.reshape(num_groups, -1, b.shape[1])
+    return b
 
 
 def missing_feature(op: str, formats: Sequence[Format], features: frozenset[str]) -> str | None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megatron_nvfp4.recipes import BF16, FORWARD, Format
 
-from . import Operand
+from . import Matrices, Operand
+from .reference import as_matrices
 
 
 class TorchBackend:
@@ -27,6 +28,7 @@ class TorchBackend:
         formats: Sequence[Format],
         shape: Sequence[int] | None = None,
         device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> str | None:
         if op.startswith("quantize") and any(spec not in (BF16, FORWARD) for spec in formats):
             return "torch does not quantise"
@@ -37,31 +39,49 @@ class TorchBackend:
     def quantize(self, x: Tensor, spec: Format, **_) -> Operand:
         return x
 
+    def pack_weights(self, weights: Operand, num_groups: int) -> Operand:
+        return weights
+
+    def round_along_rows(self, weights: Tensor, spec: Format) -> Matrices | None:
+        return None
+
     def gemm(
-        self, a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype
+        self,
+        a: Tensor,
+        b: Tensor | Matrices,
+        *,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype,
+        transposed: bool = False,
     ) -> Tensor:
-        return _linear(a, b, bias).to(out_dtype)
+        matrix = as_matrices(b, 1)[0]
+        return _linear(a, matrix.t() if transposed else matrix, bias).to(out_dtype)
 
     def grouped_gemm(
         self,
         a: Tensor,
-        b: Tensor,
+        b: Tensor | Matrices,
         offsets: Tensor,
         *,
         bias: Tensor | None = None,
         out_dtype: torch.dtype,
+        transposed: bool = False,
     ) -> Tensor:
         num_groups = offsets.numel() - 1
-        weights = b.reshape(num_groups, -1, b.shape[1])
-        if _has_grouped_mm(a, b) and bias is None:
+        weights = as_matrices(b, num_groups)
+        num_cols = weights[0].shape[1 if transposed else 0]
+        if _has_grouped_mm(a, num_cols) and bias is None:
+            stacked = weights if isinstance(weights, Tensor) else torch.stack(list(weights))
+            stacked = stacked if transposed else stacked.transpose(1, 2)
             ends = offsets[1:].to(torch.int32)
-            return torch._grouped_mm(a, weights.transpose(1, 2), offs=ends).to(out_dtype)
-        out = torch.empty(a.shape[0], weights.shape[1], dtype=out_dtype, device=a.device)
+            return torch._grouped_mm(a, stacked, offs=ends).to(out_dtype)
+        out = torch.empty(a.shape[0], num_cols, dtype=out_dtype, device=a.device)
         bounds = offsets.tolist()
         for group in range(num_groups):
             rows = slice(bounds[group], bounds[group + 1])
             group_bias = None if bias is None else bias[group]
-            out[rows] = _linear(a[rows], weights[group], group_bias)
+            matrix = weights[group].t() if transposed else weights[group]
+            out[rows] = _linear(a[rows], matrix, group_bias)
         return out
 
     def grouped_wgrad(
@@ -99,14 +119,14 @@ def _wgrad(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return _linear(a, b, None)
 
 
-def _has_grouped_mm(a: Tensor, b: Tensor) -> bool:
+def _has_grouped_mm(a: Tensor, num_cols: int) -> bool:
     """torch._grouped_mm takes BF16 on CUDA with rows of a multiple of 16 bytes, and no zero-row input."""
-    aligned = a.shape[1] % 8 == 0 and (b.shape[1] % 8 == 0)
     return (
         a.device.type == "cuda"
-        and a.dtype == b.dtype == torch.bfloat16
+        and a.dtype == torch.bfloat16
         and a.shape[0] > 0
-        and aligned
+        and a.shape[1] % 8 == 0
+        and num_cols % 8 == 0
     )
 
 

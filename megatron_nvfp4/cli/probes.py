@@ -56,7 +56,7 @@ class Outcome:
 def paths_of(params: QLinearParams) -> list[Path]:
     """Every operation of a linear layer of the recipe, each once, in the order of its use."""
     recipe, paths = params.recipe, []
-    ours = backends.PREFERENCE if params.backend == "auto" else (params.backend,)
+    ours = tuple(backends.candidates(params.backend))
     for operands, ops in (
         (recipe.fprop, ("gemm", "grouped_gemm")),
         (recipe.dgrad, ("gemm", "grouped_gemm")),
@@ -70,8 +70,8 @@ def paths_of(params: QLinearParams) -> list[Path]:
             if spec not in (BF16, FORWARD)
         ]
         formats = tuple(BF16 if spec == FORWARD else spec for spec in formats)
-        bypass = formats == (BF16, BF16) and params.gemm_backend != params.backend
-        candidates = (params.gemm_backend,) if bypass else ours
+        name = params.gemm_backend if formats == (BF16, BF16) else params.backend
+        candidates = tuple(backends.candidates(name))
         paths += [Path(op=op, formats=formats, candidates=candidates) for op in ops]
     return list(dict.fromkeys(paths))
 

@@ -5,8 +5,7 @@ A dense layer is a grouped one with a single group. Nothing is decided here: the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
@@ -14,15 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_nvfp4 import backends
-from megatron_nvfp4.backends import Operand
-from megatron_nvfp4.quant import (
-    MXFP8Tensor,
-    QuantizedTensor,
-    count_nonfinite,
-    decode_mxfp8,
-    dequantize,
-    pad_groups,
-)
+from megatron_nvfp4.backends import Matrices, Operand
+from megatron_nvfp4.quant import count_nonfinite, pad_groups
 from megatron_nvfp4.quant.nvfp4 import group_amax, row_amax, tensor_amax
 from megatron_nvfp4.recipes import BF16, FORWARD, MXFP8, FloatSpec, Format, NVFP4Spec
 
@@ -38,6 +30,7 @@ class MatmulSetup:
 
     input_amax_group: ranks that hold shards of the contraction, whose amax is one (row-parallel input).
     weight_amax_group: ranks that hold shards of the weight.
+    splits: rows of every group, where the host knows them.
     fuse_wgrad: add the weight gradient to `weight.main_grad` and return none.
     seed: key of the call's stochastic rounding, which has been drawn in the forward.
     keep_for_backward: False in a gradient-free pass, which then quantises nothing for wgrad.
@@ -48,20 +41,44 @@ class MatmulSetup:
     dtype: torch.dtype
     input_amax_group: dist.ProcessGroup | None = None
     weight_amax_group: dist.ProcessGroup | None = None
+    splits: tuple[int, ...] | None = None
     fuse_wgrad: bool = False
     seed: int | None = None
     keep_for_backward: bool = True
 
 
-def quantize_weights(weights: Sequence[Tensor], setup: MatmulSetup) -> Operand:
-    """The forward weight operand (G*N, K) of G weights (N, K), one amax per weight."""
-    spec = setup.params.recipe.fprop.right
-    stacked = _stack(weights, setup.dtype if spec == BF16 else None)
-    num_rows = weights[0].shape[0]
-    offsets = torch.arange(len(weights) + 1, device=stacked.device) * num_rows
+def quantize_weights(weights: Sequence[Tensor], setup: MatmulSetup) -> Operand | Matrices:
+    """The forward operand of G weights (N, K), one amax per weight; unquantised, the weights themselves."""
+    operands = setup.params.recipe.fprop
+    if operands.right == BF16:
+        return tuple(weight.detach().to(setup.dtype) for weight in weights)
+    stacked, num_groups, num_rows = stack_rows(weights), len(weights), weights[0].shape[0]
+    offsets = torch.arange(num_groups + 1, device=stacked.device) * num_rows
     # An amax per row has shards only where the contraction is split.
-    group = setup.input_amax_group if _is_per_row(spec) else setup.weight_amax_group
-    return _quantize(stacked, spec, FPROP_RIGHT, setup, offsets=offsets, amax_group=group)
+    is_per_row = _is_per_row(operands.right)
+    group = setup.input_amax_group if is_per_row else setup.weight_amax_group
+    operand = _quantize(
+        stacked, operands.right, FPROP_RIGHT, setup, offsets=offsets, amax_group=group
+    )
+    op, formats = _gemm_op(num_groups), (operands.left, operands.right)
+    shape = (0, num_rows, stacked.shape[1])  # of any number of rows
+    backend = _gemm_backend(op, formats, shape, stacked.device, setup)
+    return backend.pack_weights(operand, num_groups)
+
+
+def stack_rows(weights: Sequence[Tensor]) -> Tensor:
+    """G weights (N, K) as one matrix (G*N, K): a view where they follow each other in memory."""
+    first, (num_rows, num_cols) = weights[0].detach(), weights[0].shape
+    step = num_rows * num_cols
+    storage = first.untyped_storage().data_ptr()
+    if all(
+        weight.is_contiguous()
+        and weight.storage_offset() == first.storage_offset() + index * step
+        and weight.untyped_storage().data_ptr() == storage
+        for index, weight in enumerate(weights)
+    ):
+        return first.as_strided((len(weights) * num_rows, num_cols), (num_cols, 1))
+    return torch.cat([weight.detach() for weight in weights])
 
 
 class GroupedMatmul(torch.autograd.Function):
@@ -73,7 +90,7 @@ class GroupedMatmul(torch.autograd.Function):
         x: Tensor,
         offsets: Tensor,
         bias: Tensor | None,
-        weight_operand: Operand,
+        weight_operand: Operand | Matrices,
         setup: MatmulSetup,
         *weights: Tensor,
     ) -> Tensor:
@@ -111,12 +128,11 @@ class GroupedMatmul(torch.autograd.Function):
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
             left = _quantize(grad_output, recipe.dgrad.left, DGRAD_LEFT, setup, offsets=offsets)
-            right = _dgrad_weight(originals, saved_weight, ctx.params, setup)
+            right, transposed = _dgrad_weight(originals, saved_weight, ctx.params, setup)
             formats = (recipe.dgrad.left, recipe.dgrad.right)
-            grad_x = _grouped_gemm(left, right, offsets, formats, setup, None)
+            grad_x = _grouped_gemm(left, right, offsets, formats, setup, None, transposed)
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            sums = [grad_output[a:b].float().sum(0) for a, b in pairwise(offsets.tolist())]
-            grad_bias = torch.stack(sums).to(grad_output.dtype)
+            grad_bias = _bias_grad(grad_output, offsets, setup)
         grads = [None] * len(ctx.params)
         if saved_x is not None:
             grads = _wgrad(grad_output, saved_x, offsets, ctx.params, setup)
@@ -166,27 +182,50 @@ def _quantize(
 
 def _grouped_gemm(
     a: Operand,
-    b: Operand,
+    b: Operand | Matrices,
     offsets: Tensor,
     formats: tuple[Format, Format],
     setup: MatmulSetup,
     bias: Tensor | None,
+    transposed: bool = False,
 ) -> Tensor:
     num_groups = offsets.numel() - 1
-    op = "gemm" if num_groups == 1 else "grouped_gemm"
-    shape = (a.shape[0], b.shape[0] // num_groups, b.shape[1])
-    backend = _gemm_backend(op, formats, shape, a.device, setup)
+    op = _gemm_op(num_groups)
+    if isinstance(b, tuple) or len(b.shape) == 3:
+        num_cols = b[0].shape[1 if transposed else 0]
+    else:
+        num_cols = b.shape[0] // num_groups
+    backend = _gemm_backend(op, formats, (*a.shape[:1], num_cols, a.shape[1]), a.device, setup)
     if num_groups == 1:
         bias = None if bias is None else bias[0]
-        return backend.gemm(a, b, bias=bias, out_dtype=setup.dtype)
-    return backend.grouped_gemm(a, b, offsets, bias=bias, out_dtype=setup.dtype)
+        return backend.gemm(a, b, bias=bias, out_dtype=setup.dtype, transposed=transposed)
+    return backend.grouped_gemm(
+        a, b, offsets, bias=bias, out_dtype=setup.dtype, transposed=transposed
+    )
+
+
+def _gemm_op(num_groups: int) -> str:
+    return "gemm" if num_groups == 1 else "grouped_gemm"
 
 
 def _gemm_backend(op, formats, shape, device, setup: MatmulSetup):
     formats = tuple(BF16 if spec == FORWARD else spec for spec in formats)
     unquantized = formats == (BF16, BF16)
     name = setup.params.gemm_backend if unquantized else setup.params.backend
-    return backends.select(op, formats, shape=shape, device=device, backend=name)
+    return backends.select(op, formats, shape=shape, device=device, dtype=setup.dtype, backend=name)
+
+
+def _bias_grad(grad_output: Tensor, offsets: Tensor, setup: MatmulSetup) -> Tensor:
+    """Sums (G, N) of the gradient's row groups: a weight gradient with ones for activations."""
+    num_rows, num_cols = grad_output.shape
+    ones = grad_output.new_ones(num_rows, 8)  # 8 columns: the least a tensor core's output may have
+    sums = torch.empty(
+        offsets.numel() - 1, num_cols, 8, dtype=torch.float32, device=grad_output.device
+    )
+    shape, formats = (num_cols, 8, num_rows), (BF16, BF16)
+    backend = _gemm_backend("grouped_wgrad", formats, shape, grad_output.device, setup)
+    backend.grouped_wgrad(grad_output.t(), ones.t(), offsets, out=sums.unbind(), accumulate=False)
+    return sums[:, :, 0].to(grad_output.dtype)
 
 
 def _saved_activation(
@@ -208,7 +247,8 @@ def _quantize_columns(
 
     Rotated along the tokens if the recipe's wgrad is; each group is encoded under its own amax.
     """
-    padded, padded_offsets = pad_groups(x, offsets, 32 if spec == MXFP8 else 16)
+    multiple = 32 if spec == MXFP8 else 16
+    padded, padded_offsets = pad_groups(x, offsets, multiple, setup.splits)
     rotated = setup.params.recipe.wgrad.hadamard
     operand = _quantize(
         padded.t(), spec, role, setup, column_offsets=padded_offsets, rotated=rotated
@@ -218,22 +258,32 @@ def _quantize_columns(
 
 def _dgrad_weight(
     originals: Sequence[Tensor],
-    saved_weight: Operand | None,
+    saved_weight: Operand | Matrices | None,
     params: Sequence[Tensor],
     setup: MatmulSetup,
-) -> Operand:
-    """The weights transposed, (G*K, N), in the format dgrad names."""
-    spec = setup.params.recipe.dgrad.right
+) -> tuple[Operand | Matrices, bool]:
+    """The weights as dgrad multiplies them, and whether they lie as in the forward, (N, K).
+
+    Quantised along N they are turned, (G*K, N); unquantised they are read where they lie.
+    """
+    spec, (num_rows, num_cols) = setup.params.recipe.dgrad.right, params[0].shape
+    if spec == BF16:
+        return tuple(weight.detach().to(setup.dtype) for weight in originals), True
     if spec == FORWARD:
-        stacked = _decode(saved_weight, setup.dtype)
-    else:
-        stacked = _stack(originals, setup.dtype if spec == BF16 else None)
-    num_groups, (num_rows, num_cols) = len(params), params[0].shape
-    transposed = stacked.reshape(num_groups, num_rows, num_cols).transpose(1, 2)
-    transposed = transposed.reshape(num_groups * num_cols, num_rows)
-    offsets = torch.arange(num_groups + 1, device=transposed.device) * num_cols
+        op, left = _gemm_op(len(params)), setup.params.recipe.dgrad.left
+        decoded = _decode(saved_weight, op, left, setup)
+        return tuple(decoded.reshape(len(params), num_rows, num_cols).unbind()), True
+    stacked = stack_rows(originals).reshape(len(params), num_rows, num_cols)
+    formats = (setup.params.recipe.dgrad.left, spec)
+    backend = _gemm_backend(_gemm_op(len(params)), formats, None, stacked.device, setup)
+    rounded = backend.round_along_rows(stacked, spec)
+    if rounded is not None:
+        return rounded, True
+    transposed = stacked.transpose(1, 2).reshape(len(params) * num_cols, num_rows)
+    offsets = torch.arange(len(params) + 1, device=transposed.device) * num_cols
     group = setup.weight_amax_group
-    return _quantize(transposed, spec, DGRAD_RIGHT, setup, offsets=offsets, amax_group=group)
+    operand = _quantize(transposed, spec, DGRAD_RIGHT, setup, offsets=offsets, amax_group=group)
+    return operand, False
 
 
 def _wgrad(
@@ -249,7 +299,7 @@ def _wgrad(
         spec = recipe.wgrad.left
         left, offsets = _quantize_columns(grad_output, spec, WGRAD_LEFT, offsets, setup)
     if recipe.wgrad.right == FORWARD:
-        right = _decode(saved_x, setup.dtype)
+        right = _decode(saved_x, "grouped_wgrad", recipe.wgrad.left, setup)
     if recipe.wgrad.right in (BF16, FORWARD):
         right = right.t()
     formats = (recipe.wgrad.left, recipe.wgrad.right)
@@ -259,72 +309,74 @@ def _wgrad(
     if fused:
         out = [weight.main_grad for weight in weights]
         backend.grouped_wgrad(left, right, offsets, out=out, accumulate=True)
-        return [_mark_accumulated(weight) for weight in weights]
-    grads = [torch.empty_like(weight) for weight in weights]
+        return _mark_accumulated(weights)
+    grads = _empty_grads(weights)
     backend.grouped_wgrad(left, right, offsets, out=grads, accumulate=False)
     return grads
 
 
-def _mark_accumulated(weight: Tensor) -> Tensor | None:
+def _empty_grads(weights: Sequence[Tensor]) -> list[Tensor]:
+    """One gradient per weight in one allocation."""
+    first = weights[0]
+    return list(first.new_empty(len(weights), *first.shape).unbind())
+
+
+def _mark_accumulated(weights: Sequence[Tensor]) -> list[Tensor | None]:
     """Megatron's contract (distributed_data_parallel.py): flag the parameter, hand back a dummy gradient."""
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    if getattr(weight, "zero_out_wgrad", False):
-        return torch.zeros_like(weight)
-    return torch.empty_like(weight)
+    grads: list[Tensor | None] = [None] * len(weights)
+    flagged = [i for i, w in enumerate(weights) if hasattr(w, "grad_added_to_main_grad")]
+    if not flagged:
+        return grads
+    for index, dummy in enumerate(_empty_grads(weights)):
+        if index in flagged:
+            weights[index].grad_added_to_main_grad = True
+            is_read = getattr(weights[index], "zero_out_wgrad", False)
+            grads[index] = dummy.zero_() if is_read else dummy
+    return grads
 
 
-def _decode(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """The operand as the forward GEMM saw it, rounded to `dtype`."""
-    if isinstance(operand, QuantizedTensor):
-        return dequantize(operand, dtype)
-    if isinstance(operand, MXFP8Tensor):
-        return decode_mxfp8(operand, dtype)
-    return operand.to(dtype)
+def _decode(operand: Operand | Matrices, op: str, left: Format, setup: MatmulSetup) -> Tensor:
+    """The right operand of `op` as the forward GEMM saw it, rounded to the layer's dtype: (M, K)."""
+    if isinstance(operand, tuple):
+        return stack_rows(operand).to(setup.dtype)
+    if isinstance(operand, Tensor):
+        return operand.to(setup.dtype)
+    backend = _gemm_backend(op, (left, BF16), None, operand.device, setup)
+    return backend.dequantize(operand, setup.dtype)
 
 
-def _stack(weights: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
-    """G weights (N, K) as one matrix (G*N, K); a single one is not copied."""
-    stacked = weights[0] if len(weights) == 1 else torch.cat([w.detach() for w in weights])
-    return stacked.detach().to(dtype or stacked.dtype)
+def _flatten(operand: Operand | Matrices | None) -> tuple[list[Tensor | None], object]:
+    """An operand as the tensors autograd keeps, and what is left of it."""
+    if operand is None or isinstance(operand, Tensor):
+        return [operand], None
+    if isinstance(operand, tuple):
+        return list(operand), ()
+    names = [f.name for f in fields(operand) if isinstance(getattr(operand, f.name), Tensor)]
+    bare = replace(operand, **dict.fromkeys(names))
+    return [getattr(operand, name) for name in names], (bare, names)
 
 
-def _tensors_of(operand: Operand | None) -> list[Tensor | None]:
-    if isinstance(operand, QuantizedTensor):
-        offsets = [operand.offsets, operand.column_offsets]
-        return [operand.codes, operand.block_scales, operand.amax, *offsets]
-    if isinstance(operand, MXFP8Tensor):
-        return [operand.codes, operand.block_scales]
-    return [operand]
-
-
-def _operand_from(template: Operand | None, tensors: list[Tensor | None]) -> Operand | None:
-    if isinstance(template, NVFP4Spec):
-        codes, block_scales, amax, *offsets = tensors
-        return QuantizedTensor(codes, block_scales, amax, template, *offsets)
-    if template is MXFP8Tensor:
-        return MXFP8Tensor(*tensors)
-    return tensors[0]
-
-
-def _template_of(operand: Operand | None):
-    if isinstance(operand, QuantizedTensor):
-        return operand.spec
-    return MXFP8Tensor if isinstance(operand, MXFP8Tensor) else None
+def _unflatten(tensors: list[Tensor | None], rest: object) -> Operand | Matrices | None:
+    if rest is None:
+        return tensors[0]
+    if rest == ():
+        return tuple(tensors)
+    bare, names = rest
+    return replace(bare, **dict(zip(names, tensors, strict=True)))
 
 
 def _save(ctx, offsets, saved_x, saved_weight, weights) -> None:
     """Keep tensors through save_for_backward, so that hooks (offload, version checks) see them."""
-    x_tensors, weight_tensors = _tensors_of(saved_x), _tensors_of(saved_weight)
+    x_tensors, x_rest = _flatten(saved_x)
+    weight_tensors, weight_rest = _flatten(saved_weight)
     ctx.num_saved = (len(x_tensors), len(weight_tensors))
-    ctx.templates = (_template_of(saved_x), _template_of(saved_weight))
+    ctx.rests = (x_rest, weight_rest)
     ctx.save_for_backward(offsets, *x_tensors, *weight_tensors, *weights)
 
 
 def _load(ctx):
     offsets, *tensors = ctx.saved_tensors
     num_x, num_weight = ctx.num_saved
-    saved_x = _operand_from(ctx.templates[0], tensors[:num_x])
-    saved_weight = _operand_from(ctx.templates[1], tensors[num_x : num_x + num_weight])
+    saved_x = _unflatten(tensors[:num_x], ctx.rests[0])
+    saved_weight = _unflatten(tensors[num_x : num_x + num_weight], ctx.rests[1])
     return offsets, saved_x, saved_weight, tensors[num_x + num_weight :]

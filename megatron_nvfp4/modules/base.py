@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_nvfp4.backends import Operand
+from megatron_nvfp4.backends import Matrices, Operand
 
 from .autograd import GroupedMatmul, MatmulSetup, quantize_weights
 from .params import QLinearParams, get_qlinear_params, require_backend, shape_faults
@@ -71,7 +71,7 @@ class QLinearBase(ExtraStateModule):
         self.layer_name = layer_name
         self.qlinear_params: QLinearParams | None = None
         self._is_stochastic = False
-        self._weight_cache: tuple[tuple, Operand] | None = None
+        self._weight_cache: tuple[tuple, Operand | Matrices] | None = None
 
     def set_qlinear_params(self, params: QLinearParams | None) -> None:
         """Fix the numerics; None asks the environment. ValueError for a shape the recipe cannot take."""
@@ -110,7 +110,7 @@ class QLinearBase(ExtraStateModule):
 
     def quantized_weights(
         self, weights: Sequence[Tensor], setup: MatmulSetup, is_first_microbatch: bool | None
-    ) -> Operand:
+    ) -> Operand | Matrices:
         """The forward operand of the weights, kept between microbatches only when the caller says so.
 
         is_first_microbatch: None quantises on every call; True quantises and keeps the result; False uses
@@ -152,16 +152,14 @@ class QLinearBase(ExtraStateModule):
 
 
 def new_parameter(
-    shape: tuple[int, ...],
+    memory: Tensor,
     init: Callable[[Tensor], object],
     *,
-    dtype: torch.dtype,
-    device: torch.device | str,
     rng: Callable | None = None,
     rng_name: str | None = None,
 ) -> torch.nn.Parameter:
-    """A parameter filled by `init`, inside the random state tracker's fork when there is one."""
-    parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+    """A parameter in `memory`, filled by `init` inside the random state tracker's fork if there is one."""
+    parameter = torch.nn.Parameter(memory)
     fork = nullcontext()
     if rng is not None:
         fork = rng().fork(rng_name) if rng_name else rng().fork()

@@ -84,21 +84,20 @@ class GroupedLinear(QLinearBase):
         self.parallel_mode, self.tp_size, self.amax_group = parallel_mode, tp_size, amax_group
         dtype = params_dtype or torch.get_default_dtype()
         device = device if device is not None else default_device()
+        # One block of memory: the GEMMs read all experts as one matrix, without a copy.
+        memory = torch.empty(num_gemms, out_features, in_features, dtype=dtype, device=device)
         for index in range(num_gemms):
             weight = new_parameter(
-                (out_features, in_features),
+                memory[index],
                 init_method or default_init,
-                dtype=dtype,
-                device=device,
                 rng=get_rng_state_tracker,
                 rng_name=rng_tracker_name,
             )
             mark_partition(weight, parallel_mode)
             self.register_parameter(f"weight{index}", weight)
             if bias:
-                zeros = new_parameter(
-                    (out_features,), torch.nn.init.zeros_, dtype=dtype, device=device
-                )
+                empty = torch.empty(out_features, dtype=dtype, device=device)
+                zeros = new_parameter(empty, torch.nn.init.zeros_)
                 mark_partition(zeros, parallel_mode, is_bias=True)
                 self.register_parameter(f"bias{index}", zeros)
         self.register_load_state_dict_pre_hook(_unstack_parameters)
@@ -136,6 +135,7 @@ class GroupedLinear(QLinearBase):
             dtype=x.dtype,
             input_amax_group=self.amax_group if self.parallel_mode == "row" else None,
             weight_amax_group=self.amax_group,
+            splits=_host_splits(m_splits),
             fuse_wgrad=self.fuse_wgrad_accumulation,
             seed=self.rounding_seed(x.device),
         )
@@ -176,6 +176,13 @@ class GroupedLinear(QLinearBase):
             f"num_gemms={self.num_gemms}, in_features={self.in_features}, "
             f"out_features={self.out_features}, bias={self.use_bias}, recipe={recipe}"
         )
+
+
+def _host_splits(m_splits: Sequence[int] | Tensor) -> tuple[int, ...] | None:
+    """The splits where the host knows them; asking a GPU would synchronise."""
+    if isinstance(m_splits, Tensor):
+        return tuple(m_splits.tolist()) if m_splits.device.type == "cpu" else None
+    return tuple(m_splits)
 
 
 def _unstack_parameters(module: GroupedLinear, state_dict, prefix, *_) -> None:

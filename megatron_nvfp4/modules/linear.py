@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_nvfp4.quant.layout import dense_offsets
+
 from .autograd import MatmulSetup
 from .base import (
     QLinearBase,
@@ -90,23 +92,21 @@ class Linear(QLinearBase):
         )
         dtype = params_dtype or torch.get_default_dtype()
         device = device if device is not None else default_device()
+        memory = {"dtype": dtype, "device": device}
         self.weight = new_parameter(
-            (self.out_features, self.in_features),
+            torch.empty(self.out_features, self.in_features, **memory),
             init_method or default_init,
-            dtype=dtype,
-            device=device,
             rng=get_rng_state_tracker,
             rng_name=rng_tracker_name,
         )
         mark_partition(self.weight, parallel_mode)
         if bias:
-            self.bias = new_parameter(
-                (self.out_features,), torch.nn.init.zeros_, dtype=dtype, device=device
-            )
+            empty = torch.empty(self.out_features, **memory)
+            self.bias = new_parameter(empty, torch.nn.init.zeros_)
             mark_partition(self.bias, parallel_mode, is_bias=True)
             self.bias.sequence_parallel = self.sequence_parallel and parallel_mode == "row"
         else:
-            self.bias = torch.empty(0, dtype=dtype, device=device)
+            self.bias = torch.empty(0, **memory)
         self.set_qlinear_params(qlinear_params)
 
     def _share(self, label: str, size: int, mode: str) -> int:
@@ -161,7 +161,7 @@ class Linear(QLinearBase):
                 f"{self.layer_name}: input has {x.shape[-1]} features, the weight {self.in_features}"
             )
         rows = x.reshape(-1, self.in_features)
-        offsets = torch.tensor([0, rows.shape[0]], device=rows.device)
+        offsets = dense_offsets(rows.shape[0], rows.device)
         amax_group, split = self._amax_group()
         setup = MatmulSetup(
             params=self.qlinear_params,
@@ -169,6 +169,7 @@ class Linear(QLinearBase):
             dtype=x.dtype,
             input_amax_group=amax_group if split == "row" else None,
             weight_amax_group=amax_group,
+            splits=(rows.shape[0],),
             fuse_wgrad=self.fuse_wgrad_accumulation,
             seed=self.rounding_seed(x.device),
         )

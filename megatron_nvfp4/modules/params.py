@@ -21,9 +21,11 @@ class QLinearParams:
     strict: bool = False
 
     @property
-    def gemm_backend(self) -> str:
-        """Backend of the unquantised GEMMs: the framework's own for a bypass, else ours."""
-        return "torch" if self.recipe.bypass else self.backend
+    def gemm_backend(self) -> str | tuple[str, ...]:
+        """Backend of the unquantised GEMMs; of a bypass our CUDA kernels, if any may, or the framework's."""
+        if not self.recipe.bypass:
+            return self.backend
+        return ("cuda", "torch") if self.backend in ("auto", "cuda") else "torch"
 
 
 def get_qlinear_params(

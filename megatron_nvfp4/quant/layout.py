@@ -64,6 +64,11 @@ def offsets_from_splits(splits: Sequence[int] | Tensor, device: torch.device | s
     return offsets
 
 
+def dense_offsets(num_rows: int, device: torch.device | str) -> Tensor:
+    """Boundaries (2,) of one group that holds all rows; nothing is copied from the host."""
+    return torch.arange(2, device=device) * num_rows
+
+
 def check_offsets(offsets: Tensor, num_rows: int) -> None:
     """ValueError unless offsets are integers (G+1,) that rise from 0 to num_rows.
 
@@ -87,16 +92,37 @@ def expand_groups(values: Tensor, offsets: Tensor, num_rows: int) -> Tensor:
     return values[torch.searchsorted(offsets[1:].contiguous(), rows, right=True)]
 
 
-def pad_groups(x: Tensor, offsets: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
+def pad_groups(
+    x: Tensor, offsets: Tensor, multiple: int, splits: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
     """Complete every row group of x (M, K) by zero rows to a multiple of `multiple` rows.
 
-    Returns (padded (M', K), offsets (G+1,)). An empty group stays empty. Reads the offsets on the host.
+    splits: rows of every group, where the host knows them.
+    Returns (padded (M', K), offsets (G+1,)). An empty group stays empty. On a GPU without splits M' is the
+    most it can be, to spare a synchronisation: the rows past the last group's own are zeros of that group.
     """
-    sizes = (offsets[1:] - offsets[:-1]).tolist()
-    padded_offsets = offsets_from_splits(
-        [-(-size // multiple) * multiple for size in sizes], x.device
-    )
-    padded = x.new_zeros(int(padded_offsets[-1]), x.shape[1])
-    for size, source, target in zip(sizes, offsets.tolist(), padded_offsets.tolist(), strict=False):
-        padded[target : target + size] = x[source : source + size]
-    return padded, padded_offsets
+    num_groups = offsets.numel() - 1
+    if splits is None and offsets.device.type == "cpu":
+        splits = (offsets[1:] - offsets[:-1]).tolist()
+    sizes = offsets[1:] - offsets[:-1]
+    padded_sizes = (sizes + (multiple - 1)).div(multiple, rounding_mode="floor") * multiple
+    padded_offsets = offsets_from_splits(padded_sizes, x.device)
+    if splits is None:
+        num_padded = _round_up(x.shape[0] + num_groups * (multiple - 1), multiple)
+        padded_offsets[-1] = num_padded
+    else:
+        num_padded = sum(_round_up(size, multiple) for size in splits)
+        if num_padded == x.shape[0]:
+            return x, padded_offsets
+    if x.shape[0] == 0:
+        return x.new_zeros(num_padded, x.shape[1]), padded_offsets
+    rows = torch.arange(num_padded, device=x.device)
+    shift = expand_groups(offsets[:-1] - padded_offsets[:-1], padded_offsets, num_padded)
+    end = expand_groups(offsets[1:], padded_offsets, num_padded)
+    source = rows + shift
+    padded = x[source.clamp_max(x.shape[0] - 1)]
+    return padded.masked_fill_((source >= end)[:, None], 0), padded_offsets
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

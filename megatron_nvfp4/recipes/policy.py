@@ -25,7 +25,7 @@ ALIASES = {
     "w4a16": "nvfp4_w4a16",
     "w4a8": "nvfp4_w4a8",
 }
-BACKENDS = ("auto", "reference", "cpu", "cuda", "te")
+BACKENDS = ("auto", "reference", "cpu", "cuda", "blackwell", "te")
 # A multi-token-prediction layer (mtp.layers.<i>) has no place among the decoder's numbers.
 LAYER_INDEX = re.compile(r"(?:^|(?<!mtp)\.)layers\.(\d+)\.")
 SHARED_EXPERTS = re.compile(r"(?:^|.*\.)shared_experts(?:\..*|$)")

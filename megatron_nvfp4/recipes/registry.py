@@ -16,7 +16,7 @@ DEFAULT_RECIPE = "nvfp4_per_token"
 VARIABLES = {
     "MINITE_RECIPE": "recipe of every quantised layer",
     "MINITE_CONFIG": "YAML policy file",
-    "MINITE_BACKEND": "auto, reference, cpu, cuda or te",
+    "MINITE_BACKEND": "auto, reference, cpu, cuda, blackwell or te",
 }
 DISABLE_BACKWARD_QUANT = "DISABLE_BACKWARD_QUANT"
 # Read by others in the same process or in the sampler; they change numbers there, never here.

@@ -1,0 +1,51 @@
+// Instantiations of the BF16 GEMM of Hopper and the choice among them.
+#include "gemm_dense_kernel.cuh"
+
+namespace megatron_nvfp4::cuda {
+namespace {
+
+template <class Tile>
+cudaError_t launch(const DenseArgs& args, int num_sms, cudaStream_t stream) {
+  constexpr auto kType = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const uint64_t n = args.num_cols, k = args.depth, rows = args.num_rows, groups = args.num_groups;
+  const uint64_t stride = args.weight_stride;
+  DenseMaps maps;
+  cudaError_t error =
+      Tile::kTransposed ? encode_tensor_map<3>(&maps.weights, kType, args.weights, {n, k, groups},
+                                               {2 * n, stride}, {64, kStageDepth, 1})
+                        : encode_tensor_map<3>(&maps.weights, kType, args.weights, {k, n, groups},
+                                               {2 * k, stride}, {kStageDepth, Tile::kFeatures, 1});
+  for (int box = 0; box < kTokenBoxes && error == cudaSuccess; ++box) {
+    error = encode_tensor_map<2>(&maps.x[box], kType, args.x, {k, rows}, {2 * k},
+                                 {kStageDepth, 8u << box});
+  }
+  static_assert(Tile::shared_bytes(kMaxGroups) <= 232448, "shared memory of a block");
+  const int bytes = Tile::shared_bytes(args.num_groups);
+  if (error != cudaSuccess) return error;
+  return launch_persistent<Tile::kCluster>(gemm_dense_kernel<Tile>, num_sms, bytes, stream, maps,
+                                           args);
+}
+
+// By the mean number of rows a group, which is all the host knows: right for any split.
+template <bool kTransposed>
+cudaError_t choose(const DenseArgs& args, int num_sms, cudaStream_t stream) {
+  constexpr int kSmallTokens = 64;
+  if (args.num_rows <= int64_t{kSmallTokens} * args.num_groups) {
+    return launch<DenseTile<1, kSmallTokens, 8, 1, kTransposed>>(args, num_sms, stream);
+  }
+  if constexpr (!kTransposed) {  // where x is read by many and weights by few, sharing x pays
+    constexpr int kSharedTokens = 512;
+    if (args.num_rows >= int64_t{kSharedTokens} * args.num_groups) {
+      return launch<DenseTile<1, 256, 4, 2, false>>(args, num_sms, stream);
+    }
+  }
+  return launch<DenseTile<1, 256, 4, 1, kTransposed>>(args, num_sms, stream);
+}
+
+}  // namespace
+
+cudaError_t gemm_dense(const DenseArgs& args, int num_sms, cudaStream_t stream) {
+  return (args.transposed ? choose<true> : choose<false>)(args, num_sms, stream);
+}
+
+}  // namespace megatron_nvfp4::cuda
