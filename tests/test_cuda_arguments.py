@@ -7,6 +7,7 @@ from kernel_stand_in import Kernels
 from megatron_nvfp4.backends import cuda, cuda_gemm, extension
 from megatron_nvfp4.backends.extension import why_not_cpu
 from megatron_nvfp4.modules import GroupedLinear, Linear, QLinearParams
+from megatron_nvfp4.modules.autograd import stack_rows
 from megatron_nvfp4.modules.base import QLinearBase
 from megatron_nvfp4.quant.layout import dense_offsets, offsets_from_splits
 from megatron_nvfp4.recipes import RECIPES, NVFP4Spec
@@ -78,23 +79,35 @@ def test_layers_equal_the_reference(name, fused, kernels, monkeypatch):
         assert names <= {"grouped_gemm_generic", "grouped_wgrad_generic", "round_mxfp8_columns"}
 
 
-def test_weights_out_of_order_in_memory(kernels):
-    # Prevents: Megatron's optimizer, which lays parameters out backwards, changing a layer's output.
-    params = QLinearParams(recipe=RECIPES["nvfp4_per_token_bf16_bwd"], backend="cuda")
+@pytest.mark.parametrize("order", [(2, 1, 0), (1, 0, 2)], ids=["backwards", "mixed"])
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "nvfp4_pretrain"])
+def test_weights_out_of_order_in_memory(name, order, kernels):
+    # Prevents: Megatron's optimizer, which lays parameters out backwards, changing a layer's results.
     layer = GroupedLinear(
-        3, 64, 32, bias=False, params_dtype=torch.bfloat16, device="cpu", qlinear_params=params
+        3,
+        64,
+        32,
+        bias=False,
+        params_dtype=torch.bfloat16,
+        device="cpu",
+        qlinear_params=QLinearParams(recipe=RECIPES[name], backend="cuda"),
     )
     x = torch.randn(12, 64).bfloat16().requires_grad_()
-    want = layer(x, [4, 4, 4])
-    want.backward(torch.ones_like(want))
-    memory, gradient = torch.empty(3, 32, 64, dtype=torch.bfloat16), x.grad.clone()
-    for index, weight in enumerate(layer.weights):
-        weight.data = memory[2 - index].copy_(weight)
-    x.grad = None
-    got = layer(x, [4, 4, 4])
-    got.backward(torch.ones_like(got))
-    assert torch.equal(got, want)
-    assert torch.equal(x.grad, gradient)
+
+    def step() -> list[torch.Tensor]:
+        y = layer(x, [4, 3, 5])
+        return [y, *torch.autograd.grad(y, (x, *layer.weights), torch.ones_like(y))]
+
+    want, memory = step(), torch.empty(3, 32, 64, dtype=torch.bfloat16)
+    for place, weight in zip(order, layer.weights, strict=True):
+        weight.data = memory[place].copy_(weight)
+    stacked, is_reversed = stack_rows(layer.weights)
+    assert is_reversed == (order == (2, 1, 0))
+    assert (
+        stacked.data_ptr() == memory.data_ptr()
+    ) == is_reversed  # no copy where there need be none
+    for got, expected in zip(step(), want, strict=True):
+        assert torch.equal(got, expected)
 
 
 def test_packing_is_undone_exactly(kernels):

@@ -73,8 +73,13 @@ class Backend(Protocol):
         """
         ...
 
-    def pack_weights(self, weights: Operand, num_groups: int) -> Operand:
-        """Weights (G*N, K) in the form this backend's GEMMs read fastest; the same values."""
+    def pack_weights(
+        self, weights: Operand, num_groups: int, *, is_reversed: bool = False
+    ) -> Operand:
+        """Weights (G*N, K) in the form this backend's GEMMs read fastest; the same values.
+
+        is_reversed: `weights` holds the last group first, the result the first.
+        """
         ...
 
     def round_along_rows(self, weights: Tensor, spec: Format) -> Matrices | None:

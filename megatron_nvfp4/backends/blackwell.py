@@ -23,6 +23,7 @@ from megatron_nvfp4.recipes import Format, NVFP4Spec
 
 from . import Matrices, Operand, extension
 from .cuda import CudaBackend
+from .packed import reverse_groups
 
 _GEMMS = ("gemm", "grouped_gemm")
 
@@ -56,7 +57,11 @@ class BlackwellBackend(CudaBackend):
             return f"it works on CUDA tensors, these are on {device}; use backend='cpu'"
         return gemm_fault(formats, shape) or why_not_native()
 
-    def pack_weights(self, weights: Operand, num_groups: int) -> Operand:
+    def pack_weights(
+        self, weights: Operand, num_groups: int, *, is_reversed: bool = False
+    ) -> Operand:
+        if is_reversed:
+            weights = reverse_groups(weights, num_groups)
         if not isinstance(weights, QuantizedTensor) or isinstance(weights, SwizzledWeights):
             return weights
         parts = {field.name: getattr(weights, field.name) for field in fields(weights)}

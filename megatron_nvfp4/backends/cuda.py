@@ -59,8 +59,10 @@ class CudaBackend:
     def quantize(self, x: Tensor, spec: Format, **options) -> Operand:
         return ops.quantize(x, spec, **options)
 
-    def pack_weights(self, weights: Operand, num_groups: int) -> Operand:
-        return cuda_gemm.pack_weights(weights, num_groups)
+    def pack_weights(
+        self, weights: Operand, num_groups: int, *, is_reversed: bool = False
+    ) -> Operand:
+        return cuda_gemm.pack_weights(weights, num_groups, is_reversed)
 
     def round_along_rows(self, weights: Tensor, spec: Format) -> Matrices | None:
         return cuda_gemm.round_along_rows(weights) if spec == MXFP8 else None

@@ -17,7 +17,7 @@ from megatron_nvfp4.recipes import BF16, FORWARD, FloatSpec, Format
 
 from . import Matrices, Operand, extension, ops
 from .gemm_arguments import GEMM_DTYPES, aligned, group_scale, outer_scales, written
-from .packed import PackedWeights
+from .packed import PackedWeights, reverse_groups
 from .reference import as_matrices
 
 
@@ -44,14 +44,15 @@ def fault(
     return None
 
 
-def pack_weights(weights: Operand, num_groups: int) -> Operand:
+def pack_weights(weights: Operand, num_groups: int, is_reversed: bool = False) -> Operand:
     """NVFP4 weights (G*N, K) with one amax each as PackedWeights, where the GPU has the kernel."""
     is_nvfp4 = isinstance(weights, QuantizedTensor) and weights.spec.outer == "tensor"
     if not is_nvfp4 or weights.amax.numel() != num_groups or not _is_hopper(weights.device):
-        return weights
+        return reverse_groups(weights, num_groups) if is_reversed else weights
     num_rows, num_cols = weights.shape
-    packed = _ops().pack_weights_nvfp4(weights.codes, weights.block_scales, num_groups, False)
-    return PackedWeights(packed, weights.amax, weights.spec, num_rows // num_groups, num_cols)
+    packed = _ops().pack_weights_nvfp4(weights.codes, weights.block_scales, num_groups, is_reversed)
+    amax = weights.amax.flip(0) if is_reversed else weights.amax
+    return PackedWeights(packed, amax, weights.spec, num_rows // num_groups, num_cols)
 
 
 def round_along_rows(weights: Tensor) -> Tensor:

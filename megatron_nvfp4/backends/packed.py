@@ -1,6 +1,6 @@
-"""NVFP4 weights in the order in which a GEMM kernel reads them."""
+"""Weights of several groups in one operand: their order, and the form in which a GEMM kernel reads them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -37,3 +37,14 @@ class PackedWeights:
     def outer_scale(self) -> Tensor:
         """FP32 decode scale S_dec of every weight, (G,)."""
         return decode_scale(encode_scale(self.amax, self.spec.e4m3_max))
+
+
+def reverse_groups(weights, num_groups: int):
+    """A quantised operand (G*N, K) with its groups in the opposite order, copied."""
+    turned = {}
+    for field in fields(weights):
+        value = getattr(weights, field.name)
+        if isinstance(value, Tensor) and "offsets" not in field.name:
+            parts = value.view(torch.uint8).reshape(num_groups, -1).flip(0)
+            turned[field.name] = parts.reshape(-1).view(value.dtype).reshape(value.shape)
+    return replace(weights, **turned)

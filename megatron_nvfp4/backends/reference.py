@@ -35,6 +35,7 @@ from megatron_nvfp4.recipes import (
 )
 
 from . import Matrices, Operand
+from .packed import reverse_groups
 
 
 class ReferenceBackend:
@@ -99,8 +100,10 @@ class ReferenceBackend:
         """What the GEMMs multiply: decode_fp64, or a faster decoder of the same values."""
         return decode_fp64(operand)
 
-    def pack_weights(self, weights: Operand, num_groups: int) -> Operand:
-        return weights
+    def pack_weights(
+        self, weights: Operand, num_groups: int, *, is_reversed: bool = False
+    ) -> Operand:
+        return reverse_groups(weights, num_groups) if is_reversed else weights
 
     def round_along_rows(self, weights: Tensor, spec: Format) -> Matrices | None:
         return None

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_nvfp4.recipes import BF16, FORWARD, Format
 
 from . import Matrices, Operand
+from .packed import reverse_groups
 from .reference import as_matrices
 
 
@@ -39,8 +40,10 @@ class TorchBackend:
     def quantize(self, x: Tensor, spec: Format, **_) -> Operand:
         return x
 
-    def pack_weights(self, weights: Operand, num_groups: int) -> Operand:
-        return weights
+    def pack_weights(
+        self, weights: Operand, num_groups: int, *, is_reversed: bool = False
+    ) -> Operand:
+        return reverse_groups(weights, num_groups) if is_reversed else weights
 
     def round_along_rows(self, weights: Tensor, spec: Format) -> Matrices | None:
         return None

@@ -52,7 +52,8 @@ def quantize_weights(weights: Sequence[Tensor], setup: MatmulSetup) -> Operand |
     operands = setup.params.recipe.fprop
     if operands.right == BF16:
         return tuple(weight.detach().to(setup.dtype) for weight in weights)
-    stacked, num_groups, num_rows = stack_rows(weights), len(weights), weights[0].shape[0]
+    (stacked, is_reversed), num_groups = stack_rows(weights), len(weights)
+    num_rows = weights[0].shape[0]
     offsets = torch.arange(num_groups + 1, device=stacked.device) * num_rows
     # An amax per row has shards only where the contraction is split.
     is_per_row = _is_per_row(operands.right)
@@ -63,22 +64,34 @@ def quantize_weights(weights: Sequence[Tensor], setup: MatmulSetup) -> Operand |
     op, formats = _gemm_op(num_groups), (operands.left, operands.right)
     shape = (0, num_rows, stacked.shape[1])  # of any number of rows
     backend = _gemm_backend(op, formats, shape, stacked.device, setup)
-    return backend.pack_weights(operand, num_groups)
+    return backend.pack_weights(operand, num_groups, is_reversed=is_reversed)
 
 
-def stack_rows(weights: Sequence[Tensor]) -> Tensor:
-    """G weights (N, K) as one matrix (G*N, K): a view where they follow each other in memory."""
-    first, (num_rows, num_cols) = weights[0].detach(), weights[0].shape
-    step = num_rows * num_cols
-    storage = first.untyped_storage().data_ptr()
-    if all(
+def stack_rows(weights: Sequence[Tensor]) -> tuple[Tensor, bool]:
+    """G weights (N, K) as one matrix (G*N, K), and whether it holds the last one first.
+
+    A view where they follow each other in memory, forwards or, as Megatron's distributed optimizer lays
+    parameters out, backwards; else a copy in order.
+    """
+    weights = [weight.detach() for weight in weights]
+    for is_reversed in (False, True):
+        ordered = weights[::-1] if is_reversed else weights
+        if _follow_each_other(ordered):
+            num_rows, num_cols = ordered[0].shape
+            return ordered[0].as_strided(
+                (len(weights) * num_rows, num_cols), (num_cols, 1)
+            ), is_reversed
+    return torch.cat(weights), False
+
+
+def _follow_each_other(weights: Sequence[Tensor]) -> bool:
+    storage, begin = weights[0].untyped_storage().data_ptr(), weights[0].storage_offset()
+    return all(
         weight.is_contiguous()
-        and weight.storage_offset() == first.storage_offset() + index * step
         and weight.untyped_storage().data_ptr() == storage
+        and weight.storage_offset() == begin + index * weight.numel()
         for index, weight in enumerate(weights)
-    ):
-        return first.as_strided((len(weights) * num_rows, num_cols), (num_cols, 1))
-    return torch.cat([weight.detach() for weight in weights])
+    )
 
 
 class GroupedMatmul(torch.autograd.Function):
@@ -273,13 +286,16 @@ def _dgrad_weight(
         op, left = _gemm_op(len(params)), setup.params.recipe.dgrad.left
         decoded = _decode(saved_weight, op, left, setup)
         return tuple(decoded.reshape(len(params), num_rows, num_cols).unbind()), True
-    stacked = stack_rows(originals).reshape(len(params), num_rows, num_cols)
+    stacked, is_reversed = stack_rows(originals)
+    stacked = stacked.reshape(len(params), num_rows, num_cols)
     formats = (setup.params.recipe.dgrad.left, spec)
     backend = _gemm_backend(_gemm_op(len(params)), formats, None, stacked.device, setup)
     rounded = backend.round_along_rows(stacked, spec)
     if rounded is not None:
-        return rounded, True
-    transposed = stacked.transpose(1, 2).reshape(len(params) * num_cols, num_rows)
+        return (tuple(rounded)[::-1] if is_reversed else rounded), True
+    transposed = stacked.transpose(1, 2)
+    transposed = transposed.flip(0) if is_reversed else transposed
+    transposed = transposed.reshape(len(params) * num_cols, num_rows)
     offsets = torch.arange(len(params) + 1, device=transposed.device) * num_cols
     group = setup.weight_amax_group
     operand = _quantize(transposed, spec, DGRAD_RIGHT, setup, offsets=offsets, amax_group=group)
@@ -338,7 +354,7 @@ def _mark_accumulated(weights: Sequence[Tensor]) -> list[Tensor | None]:
 def _decode(operand: Operand | Matrices, op: str, left: Format, setup: MatmulSetup) -> Tensor:
     """The right operand of `op` as the forward GEMM saw it, rounded to the layer's dtype: (M, K)."""
     if isinstance(operand, tuple):
-        return stack_rows(operand).to(setup.dtype)
+        return torch.cat(operand).to(setup.dtype)
     if isinstance(operand, Tensor):
         return operand.to(setup.dtype)
     backend = _gemm_backend(op, (left, BF16), None, operand.device, setup)
