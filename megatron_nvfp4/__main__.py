@@ -5,36 +5,70 @@ Each layer is imported inside the verb that needs it.
 
 import argparse
 import dis
+import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megatron_nvfp4 import __version__
 
-VERBS = ("recipes", "describe", "doctor", "pretrain", "run")
+VERBS = (
+    "recipes",
+    "describe",
+    "doctor",
+    "convert-hf-to-megatron",
+    "convert-megatron-to-hf",
+    "export-nvfp4",
+    "verify-checkpoint",
+    "pretrain",
+    "run",
+)
+# Verb: the module that declares its arguments and runs it, and what it is for.
+CHECKPOINT_VERBS = {
+    "convert-hf-to-megatron": (
+        "megatron_nvfp4.checkpoint.to_megatron",
+        "write a Hugging Face checkpoint as Megatron's",
+    ),
+    "convert-megatron-to-hf": (
+        "megatron_nvfp4.checkpoint.to_hf",
+        "write a Megatron checkpoint as Hugging Face's",
+    ),
+    "export-nvfp4": ("megatron_nvfp4.checkpoint.export", "quantise a checkpoint for a sampler"),
+    "verify-checkpoint": (
+        "megatron_nvfp4.checkpoint.verify",
+        "check an NVFP4 checkpoint before a sampler loads it",
+    ),
+}
 # Everything behind these belongs to Megatron, --help included, so argparse never sees it.
 LAUNCHERS = ("pretrain", "run")
 RUN_USAGE = "usage: python -m megatron_nvfp4 run SCRIPT [arguments of the script ...]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return its exit status: 0 done, 1 doctor found a fault, 2 wrong use.
+    """Run one verb and return its exit status: 0 done, 1 a check found a fault, 2 wrong use.
 
     argv: the words behind the program's name; None takes sys.argv's.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv and argv[0] in LAUNCHERS:
         return _launch(argv[0], argv[1:])
+    if argv and argv[0] in CHECKPOINT_VERBS:
+        return _run(lambda: _checkpoint(argv[0], argv[1:]))
     options = _parser().parse_args(argv)
+    return _run(lambda: options.run(options), verbose=getattr(options, "verbose", False))
+
+
+def _run(call: Callable[[], int], *, verbose: bool = False) -> int:
+    """The call's exit status; a refusal is one line and status 2, or its traceback if verbose."""
     try:
-        status = options.run(options)
+        status = call()
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # `... | head`: nobody reads on, and the exit must not write again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, RuntimeError, ModuleNotFoundError) as error:
-        if getattr(options, "verbose", False):
+        if verbose:
             raise
         return _report(error)
 
@@ -69,6 +103,16 @@ def _launch(verb: str, argv: list[str]) -> int:
             raise
         return _report(error)
     return 0
+
+
+def _checkpoint(verb: str, argv: list[str]) -> int:
+    """Run a checkpoint verb. Its arguments are declared beside it, so that its script has the same."""
+    module = importlib.import_module(CHECKPOINT_VERBS[verb][0])
+    parser = argparse.ArgumentParser(
+        prog=f"python -m megatron_nvfp4 {verb}", description=module.__doc__
+    )
+    module.add_arguments(parser)
+    return module.main(parser.parse_args(argv))
 
 
 def _innermost(error: BaseException) -> tuple[int, bool]:
@@ -106,6 +150,8 @@ def _parser() -> argparse.ArgumentParser:
     for verb in (recipes, describe, doctor):
         verb.add_argument("--json", action="store_true", help="machine-readable output")
 
+    for verb, (_, purpose) in CHECKPOINT_VERBS.items():
+        verbs.add_parser(verb, add_help=False, help=purpose)
     verbs.add_parser("pretrain", add_help=False, help="train a GPT; all flags are Megatron's")
     verbs.add_parser("run", add_help=False, help="run a script of a Megatron-LM checkout")
     return parser

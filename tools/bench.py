@@ -30,7 +30,7 @@ FAST = NVFP4Spec(outer="token", four_over_six="mse", error="fast")
 STRICT = NVFP4Spec(outer="token", four_over_six="mae", error="strict")
 SWIGLU_SHAPE = (32768, 768)
 SWIGLU_OPS = ("swiglu portable", "swiglu fast math")
-KINDS = ("quantize", "quantize-cpu", "gemm", "module")
+KINDS = ("quantize", "quantize-cpu", "gemm", "module", "convert", "rl")
 CACHE_BYTES = 400 << 20  # several times the L2
 FIELDS = (
     "gpu",
@@ -323,6 +323,14 @@ def chosen(
         import bench_cpu
 
         return bench_cpu.FIELDS, bench_cpu.rows(commit())
+    if args.what == "rl":
+        import bench_rl
+
+        return bench_rl.FIELDS, bench_rl.rows(commit())
+    if args.what == "convert":
+        import bench_convert
+
+        return bench_convert.FIELDS, bench_convert.rows(commit(), args.only)
     if not torch.cuda.is_available():
         parser.error("no CUDA GPU is visible")
     if args.peers:

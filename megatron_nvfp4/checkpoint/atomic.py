@@ -1,0 +1,283 @@
+"""Folders and files that appear whole or not at all, and clear words when the disk refuses.
+
+A writer fills a hidden sibling of the wanted folder; a rename publishes it once every byte is on
+the disk. A process killed in between leaves only the hidden sibling, which the next run removes.
+"""
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+_MARK = ".partial-"
+_RENAME_EXCHANGE = 2  # linux/fs.h
+_AT_FDCWD = -100  # fcntl.h
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor of any dtype, without a copy.
+
+    The view does not keep the tensor alive: hold the tensor while the view is in use.
+    """
+    assert tensor.device.type == "cpu", tensor.device
+    assert tensor.is_contiguous(), "bytes_of wants a contiguous tensor"
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def is_partial(folder: Path) -> bool:
+    """Whether a folder is one that a writer had not finished."""
+    return _MARK in Path(folder).absolute().name
+
+
+@contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Turn a full disk into a RuntimeError that names `what` and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        raise RuntimeError(
+            f"{what}: {error.strerror}; free space there or choose another output folder "
+            "(nothing was published, the unfinished files are removed)"
+        ) from error
+
+
+class OutputFile:
+    """A new file, written front to back; `close` returns once its bytes are on the disk.
+
+    Errors: RuntimeError naming the file where the disk is full.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.size = 0
+        self.error: Exception | None = None  # of a write; callers in C++ drop it for their own
+        with disk_errors(str(path)):
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Append bytes; returns how many (all of them), as the stream protocol wants."""
+        view = memoryview(data).cast("B")
+        try:
+            with disk_errors(f"{self.path} (after {self.size} bytes)"):
+                done = 0
+                while done < len(view):  # the system writes at most 2 GiB a call, or less
+                    done += os.write(self._fd, view[done:])
+        except Exception as error:
+            self.error = error
+            raise
+        self.size += len(view)
+        return len(view)
+
+    def write_at(self, offset: int, data: bytes) -> None:
+        """Overwrite bytes that were reserved earlier."""
+        assert offset + len(data) <= self.size, "only what was reserved may be overwritten"
+        with disk_errors(str(self.path)):
+            assert os.pwrite(self._fd, data, offset) == len(data)
+
+    def flush(self) -> None:
+        """Nothing to do: writes are not buffered here."""
+
+    def close(self) -> None:
+        """Wait for the disk and close. Safe to call twice."""
+        if self._fd < 0:
+            return
+        fd, self._fd = self._fd, -1
+        try:
+            with disk_errors(str(self.path)):
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def abandon(self) -> None:
+        """Close without waiting for the disk; the folder is about to be removed."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class AtomicFolder:
+    """A folder that appears at `target` complete, or not at all.
+
+    Write below `path`; call `publish` when all is there, `discard` otherwise (as a context manager
+    it does so by itself). Stale siblings that a killed run of this machine left are removed first.
+    `needed_bytes`, where known, is checked against the free space before anything is written.
+    With `force` an existing folder is replaced, in one exchange where the file system has it.
+    Errors: ValueError where `target` exists and `force` is off; RuntimeError for too little space.
+    """
+
+    def __init__(self, target: Path | str, *, force: bool = False, needed_bytes: int = 0):
+        self.target = Path(target).absolute()
+        self.force = force
+        self._refuse_existing()
+        parent = self.target.parent
+        parent.mkdir(parents=True, exist_ok=True)
+        self._remove_stale()
+        free = shutil.disk_usage(parent).free
+        if needed_bytes > free:
+            raise RuntimeError(
+                f"{parent}: {free / 1e9:.2f} GB are free, about {needed_bytes / 1e9:.2f} GB are "
+                "needed; free space there or choose another output folder"
+            )
+        for _ in range(3):  # another run may take the folder for a stale one until it is locked
+            unique = f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+            self.path = parent / f".{self.target.name}{_MARK}{unique}"
+            self.path.mkdir()
+            self._lock = _lock(self.path)
+            if self._lock is not None and self.path.exists():
+                break
+            self.discard()
+        else:  # the file system has no locks, and so no run removes another's folder
+            self.path.mkdir()
+
+    def _refuse_existing(self) -> None:
+        if not os.path.lexists(self.target):
+            return
+        if not self.target.is_dir() or self.target.is_symlink():
+            raise ValueError(f"{self.target}: exists and is not a folder; choose another output")
+        if any(self.target.iterdir()) and not self.force:
+            raise ValueError(
+                f"{self.target}: exists and is not empty; choose another folder, or say --force "
+                "to replace it"
+            )
+
+    def _remove_stale(self) -> None:
+        # The lock of a killed process is gone; a living one holds it. Other machines' locks may
+        # not be visible here, so their folders are left alone.
+        prefix = re.compile(re.escape(f".{self.target.name}{_MARK}{_host()}-") + r"\d+-[0-9a-f]{8}")
+        for path in self.target.parent.iterdir():
+            if prefix.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                lock = _lock(path)
+                if lock is not None:
+                    shutil.rmtree(path, ignore_errors=True)
+                    os.close(lock)
+
+    def publish(self) -> None:
+        """Rename to `target`: the last step. Errors: as the class; on any, nothing is published."""
+        with disk_errors(str(self.path)):
+            _sync_folders(self.path)
+        self._refuse_existing()  # another writer may have been faster
+        if self.target.exists() and any(self.target.iterdir()):
+            old = self.path.with_name(self.path.name + "-old")
+            _exchange(self.path, self.target, old)
+            shutil.rmtree(old)
+        else:
+            self.path.rename(self.target)
+        _sync_folder(self.target.parent)
+        self._unlock()
+
+    def discard(self) -> None:
+        """Remove the unfinished folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            try:
+                self.publish()
+            except BaseException:
+                self.discard()
+                raise
+        else:
+            self.discard()
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a new file and wait for the disk."""
+    file = OutputFile(path)
+    try:
+        file.write(data)
+    finally:
+        file.close()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a new JSON file, indented, with a final newline, and wait for the disk."""
+    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy one regular file's bytes to a new file and wait for the disk."""
+    file = OutputFile(target)
+    try:
+        with open(source, "rb") as stream:
+            while block := stream.read(1 << 22):
+                file.write(block)
+    finally:
+        file.close()
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())[:64] or "host"
+
+
+def _lock(path: Path) -> int | None:
+    """An open, locked descriptor of a folder, or None where another holds it or locks are absent.
+
+    The system drops the lock with the process, however it ends.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync_folders(path: Path) -> None:
+    for folder, _, _ in os.walk(path):
+        _sync_folder(Path(folder))
+
+
+def _exchange(new: Path, target: Path, old: Path) -> None:
+    """Put `new` at `target` and the former `target` at `old`; at no time is `target` absent.
+
+    Where the file system cannot exchange names, two renames do it, with a moment between them.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = (os.fsencode(new), os.fsencode(target))
+    if hasattr(libc, "renameat2") and not libc.renameat2(
+        _AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE
+    ):
+        new.rename(old)
+        return
+    target.rename(old)
+    new.rename(target)

@@ -1,0 +1,160 @@
+"""Conversions between Hugging Face and Megatron: one pass over the files, a parameter at a time."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_nvfp4.checkpoint.architecture import Architecture
+from megatron_nvfp4.checkpoint.arguments import megatron_arguments
+from megatron_nvfp4.checkpoint.as_hf import TensorsOfMegatron, companions, names_to_imitate
+from megatron_nvfp4.checkpoint.as_megatron import ParametersOfHF
+from megatron_nvfp4.checkpoint.dcp import TorchDistWriter
+from megatron_nvfp4.checkpoint.hf import HFReader, HFWriter
+from megatron_nvfp4.checkpoint.legacy import LegacyWriter
+from megatron_nvfp4.checkpoint.names import distributed_address
+from megatron_nvfp4.checkpoint.plan import HF_EMBEDDING
+from megatron_nvfp4.checkpoint.progress import Progress
+from megatron_nvfp4.checkpoint.stored import open_parameters, read_config
+
+FORMATS = ("torch_dist", "torch")
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """Into how many ranks the `torch` format cuts a model; etp None: as tp."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    vpp: int = 1
+
+    def arguments(self, num_layers: int) -> dict[str, int | None]:
+        """The sizes as Megatron's arguments."""
+        is_virtual = self.vpp > 1
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.tp if self.etp is None else self.etp,
+            "virtual_pipeline_model_parallel_size": self.vpp if is_virtual else None,
+            "num_layers_per_virtual_pipeline_stage": (
+                num_layers // (self.pp * self.vpp) if is_virtual else None
+            ),
+        }
+
+
+def megatron_from_hf(
+    hf: Path | str,
+    out: Path | str,
+    *,
+    format: str = FORMATS[0],
+    sizes: ParallelSizes | None = None,
+    vocab_divisible_by: int = 128,
+    force: bool = False,
+) -> None:
+    """Write a Hugging Face checkpoint as Megatron's.
+
+    out: gets a tracker file and the folder `release`, as Megatron's --load wants it. format: torch_dist,
+    which any parallel layout loads, or torch, which only `sizes` does. vocab_divisible_by: Megatron's
+    --make-vocab-size-divisible-by. force: replace an existing `out`.
+    Errors: ValueError naming what is missing, unknown or misshapen; `out` appears only when complete.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format={format!r}: choose one of {', '.join(FORMATS)}")
+    if format == "torch_dist" and sizes not in (None, ParallelSizes()):
+        raise ValueError(f"{sizes}: torch_dist is not cut by ranks; leave the sizes out")
+    sizes = sizes or ParallelSizes()
+    reader = HFReader(hf)
+    vocab_size = Architecture.from_hf_config(reader.config).vocab_size
+    vocab_size_padded = _multiple(vocab_size, vocab_divisible_by * sizes.tp)
+    weights = ParametersOfHF(reader, vocab_size_padded=vocab_size_padded)
+    arch = weights.arch
+    arguments = megatron_arguments(
+        arch,
+        reader.config,
+        vocab_size_padded=vocab_size_padded,
+        make_vocab_size_divisible_by=vocab_divisible_by,
+        **sizes.arguments(arch.num_layers),
+    )
+    settings: dict[str, Any] = {
+        "common": {"args": arguments},
+        "num_layers": arch.num_layers,
+        "num_experts": arch.experts.num_experts if arch.experts else 0,
+        "force": force,
+        "needed_bytes": weights.num_bytes(),
+    }
+    with Progress(f"{out}", weights.num_bytes()) as progress:
+        if format == "torch":
+            with LegacyWriter(out, tied=arch.tied, **settings, **vars(sizes)) as legacy:
+                for parameter in weights.parameters:
+                    tensor = weights.read(parameter)
+                    legacy.write(parameter.key, tensor, parameter.split)
+                    progress.advance(tensor.nbytes)
+            return
+        with TorchDistWriter(out, **settings) as writer:
+            for parameter in weights.parameters:
+                place = distributed_address(parameter.key, stacked=arch.is_uniform)
+                tensor = weights.read(parameter)
+                writer.write(
+                    place.key,
+                    tensor,
+                    layer=place.layer,
+                    expert=place.expert,
+                    halves=parameter.split == "halves",
+                )
+                progress.advance(tensor.nbytes)
+
+
+def open_megatron(megatron: Path | str, hf_config: Path | str) -> TensorsOfMegatron:
+    """A Megatron checkpoint as Hugging Face tensors, readable like an HFReader.
+
+    megatron: the folder that Megatron saved to, or that of one iteration. hf_config: a folder with the
+    model's config.json; where a checkpoint or its index stands beside it, its names are imitated.
+    Errors: ValueError, as of TensorsOfMegatron and the readers.
+    """
+    config = read_config(Path(hf_config))
+    arch = Architecture.from_hf_config(config)
+    stored = open_parameters(megatron, arch)
+    return TensorsOfMegatron(stored, config, hf_names=names_to_imitate(Path(hf_config)))
+
+
+def hf_from_megatron(
+    megatron: Path | str,
+    hf_config: Path | str,
+    out: Path | str,
+    *,
+    max_shard_bytes: float = 5e9,
+    force: bool = False,
+) -> None:
+    """Write a Megatron checkpoint as a Hugging Face checkpoint, with the config and the tokenizer.
+
+    The parameters are those of `open_megatron`; padding of the vocabulary is left out. force: replace an
+    existing `out`. Errors: ValueError naming what is missing, unknown or misshapen; `out` appears only
+    when complete.
+    """
+    tensors = open_megatron(megatron, hf_config)
+    num_bytes = tensors.num_bytes()
+    dtype = str(tensors.meta(HF_EMBEDDING)[0]).removeprefix("torch.")
+    config = tensors.config
+    config |= {name: dtype for name in ("dtype", "torch_dtype") if name in config}
+    with (
+        HFWriter(
+            out,
+            config=config,
+            max_shard_bytes=max_shard_bytes,
+            force=force,
+            needed_bytes=num_bytes,
+        ) as writer,
+        Progress(f"{out}", num_bytes) as progress,
+    ):
+        for path in companions(Path(hf_config)):
+            writer.copy_file(path)
+        for name in tensors.names():
+            tensor = tensors.read(name)
+            writer.write(name, tensor)
+            progress.advance(tensor.nbytes)
+
+
+def _multiple(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

@@ -1,0 +1,18 @@
+"""Export a BF16 checkpoint, Hugging Face or Megatron, to NVFP4 for SGLang, vLLM and TensorRT-LLM."""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_nvfp4.checkpoint.export import add_arguments, main
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser)
+    try:
+        sys.exit(main(parser.parse_args()))
+    except (ValueError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
