@@ -110,6 +110,25 @@ def test_weights_out_of_order_in_memory(name, order, kernels):
         assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_activations_of_any_strides(name, kernels, monkeypatch):
+    # Prevents: a slice of a wider tensor taken for a transposed operand, whose groups are read in blocks
+    # of 16 tokens: neighbours' tokens in a weight gradient.
+    monkeypatch.setattr(QLinearBase, "rounding_seed", lambda self, device: 7)
+    params = QLinearParams(recipe=RECIPES[name], backend="cuda")
+    fields = {"params_dtype": torch.bfloat16, "device": "cpu", "qlinear_params": params}
+    layer = GroupedLinear(3, 64, 32, bias=False, **fields)
+    wide, dy = torch.randn(16, 96).bfloat16(), torch.randn(16, 64).bfloat16()
+    results = []
+    for turn in (lambda t: t, torch.Tensor.contiguous):
+        x = turn(wide[:, :64]).detach().requires_grad_()
+        y = layer(x, [5, 3, 8])
+        gradients = torch.autograd.grad(y, (x, *layer.weights), turn(dy[:, :32]))
+        results.append([y, *gradients])
+    for strided, plain in zip(*results, strict=True):
+        assert torch.equal(strided, plain)
+
+
 def test_packing_is_undone_exactly(kernels):
     # Prevents: a dequantised backward on other weights than the forward's.
     w = torch.randn(96, 128).bfloat16()

@@ -341,12 +341,23 @@ def test_main_grad_and_descending_weights(name):
     layer(x, splits).backward(dy)
     assert torch.equal(x.grad, plain[1])
     for index in range(3):
-        main_grad, grad = getattr(layer, f"weight{index}").main_grad, plain[2 + 2 * index]
-        assert torch.equal(
-            (main_grad - 1).abs() <= grad.abs().float() * 1.01 + 1e-5,
-            torch.ones_like(grad, dtype=torch.bool),
-        )
-        assert torch.equal(main_grad == 1, grad == 0) or splits[index]
+        main_grad, grad = getattr(layer, f"weight{index}").main_grad, plain[2 + 2 * index].float()
+        # The gradient is BF16, main_grad FP32: they differ by that rounding.
+        assert ((main_grad - 1 - grad).abs() <= 2.0**-8 * grad.abs() + 2.0**-20).all()
+        assert bool(grad.any()) == bool(splits[index])
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "nvfp4_pretrain"])
+def test_splits_on_the_device_give_the_same_gradients(name):
+    # Prevents: groups padded to a bound, for want of the splits, that end up in another group.
+    # Not nvfp4_pretrain: its random bits depend on the padded size.
+    splits, (n, k) = [40, 0, 23, 1, 0], (64, 128)
+    x, dy = randn(64, k, seed=1), randn(64, n, seed=2)
+    weights = [randn(n, k, seed=10 + i) for i in range(len(splits))]
+    on_host = gradients(name, "auto", x, dy, splits, weights)
+    on_device = gradients(name, "auto", x, dy, torch.tensor(splits, device="cuda"), weights)
+    for got, want in zip(on_device, on_host, strict=True):
+        assert torch.equal(got, want)
 
 
 def saved_bytes(layer, x, splits) -> int:

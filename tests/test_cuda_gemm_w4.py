@@ -256,8 +256,9 @@ def test_rows_past_the_last_offset_are_zero(config):
     codes, scales = operand(3 * n, k, 1)
     packed = ops().pack_weights_nvfp4(codes, scales, 3, False)
     xc, xs = operand(50, k, 2)
-    torch.full((50, n), float("nan"), device="cuda")  # its memory is what the output gets
     for out_dtype in (FP32, BF16):
+        # Its memory is what the output gets.
+        torch.full((50, n), float("nan"), dtype=out_dtype, device="cuda")
         got = gemm(xc, packed, rows, n, scales=xs, out_dtype=out_dtype, config=config)
         assert not got[16:].any()
         assert got[:16].any()

@@ -5,6 +5,7 @@ import torch
 
 from megatron_nvfp4.quant import (
     expand_groups,
+    layout,
     offsets_from_splits,
     pack_codes,
     pad_groups,
@@ -119,3 +120,17 @@ def test_pad_groups():
     nothing, bounds = pad_groups(x[:0], torch.tensor([0, 0]), 16)
     assert nothing.shape == (0, 2)
     assert bounds.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("splits", [[1, 0, 5, 0], [0, 0], [4, 4], [0, 3]])
+def test_pad_groups_to_a_bound(splits, monkeypatch):
+    # Prevents: what a GPU is padded to, for want of the splits on the host, in a group it is not of.
+    x = torch.randn(sum(splits), 2)
+    offsets = offsets_from_splits(splits, "cpu")
+    exact, boundaries = pad_groups(x, offsets, 4, splits)
+    monkeypatch.setattr(layout, "splits_of_host", lambda offsets: None)
+    padded, same = pad_groups(x, offsets, 4)
+    assert torch.equal(boundaries, same)
+    assert torch.equal(padded[: len(exact)], exact)
+    assert not padded[len(exact) :].any()
+    assert len(padded) % 4 == 0

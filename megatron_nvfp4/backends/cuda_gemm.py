@@ -130,9 +130,10 @@ def grouped_wgrad(
 ) -> None:
     """Backend.grouped_wgrad."""
     scale = group_scale(a, b)
-    a, b = decode(a), decode(b)
-    token_major = a.t().is_contiguous() and b.t().is_contiguous()
-    a, b = (aligned(t.t() if token_major else t) for t in (a, b))
+    # Quantised operands lie along the tokens, in groups of whole blocks; others as gradients and
+    # activations do, whatever their strides: groups of any size are read right only by rows.
+    token_major = not (_is_quantized(a) and _is_quantized(b))
+    a, b = (aligned(decode(t).t() if token_major else decode(t)) for t in (a, b))
     kernel = _ops().grouped_wgrad_bf16 if _is_hopper(a.device) else _ops().grouped_wgrad_generic
     with written(out) as targets:
         kernel(a, b, token_major, offsets, scale, accumulate, out=targets)
@@ -146,7 +147,7 @@ def decode(operand: Operand) -> Tensor:
     if isinstance(operand, PackedWeights):
         operand = unpack_weights(operand)
     if isinstance(operand, QuantizedTensor):
-        return ops.decode_exact(operand)[0]
+        return ops.decode(operand)
     if isinstance(operand, MXFP8Tensor):
         return ops.decode_mxfp8(operand, torch.bfloat16)
     return operand

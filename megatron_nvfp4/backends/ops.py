@@ -109,9 +109,9 @@ def _key(seed: int | None, offset: int) -> list[int]:
     return [(value + 2**63) % 2**64 - 2**63 for value in (seed or 0, offset)]
 
 
-def decode_exact(qt: QuantizedTensor) -> tuple[Tensor, Tensor]:
-    """quant.decode_exact, bit for bit: (q * s_b as BF16 (M, K), S_dec as FP32 of amax's shape)."""
-    return _ops().decode_nvfp4(qt.codes, qt.block_scales), qt.outer_scale
+def decode(qt: QuantizedTensor) -> Tensor:
+    """q * s_b as BF16 (M, K), exact: the first part of quant.decode_exact."""
+    return _ops().decode_nvfp4(qt.codes, qt.block_scales)
 
 
 def dequantize(qt: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:

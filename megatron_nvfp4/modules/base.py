@@ -96,7 +96,7 @@ class QLinearBase(ExtraStateModule):
         Taken from the device's generator: torch.manual_seed fixes it, a checkpoint carries it, and
         recomputation, which restores the generator, repeats it; hence also taken in a gradient-free pass
         while training. On CUDA from the generator's seed and offset, which the host knows without
-        synchronising; the replays of a captured CUDA graph all round by the seed of the capture. On a CPU
+        synchronising, but not while it captures a CUDA graph: torch then refuses to say the offset. On a CPU
         one draw; a data loader draws there too, so a resumed run rounds by other bits than an unbroken one.
         """
         if not self._is_stochastic or not (self.training or torch.is_grad_enabled()):

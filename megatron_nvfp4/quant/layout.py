@@ -57,8 +57,18 @@ def unswizzle_scales(swizzled: Tensor, num_rows: int, num_cols: int) -> Tensor:
 
 
 def offsets_from_splits(splits: Sequence[int] | Tensor, device: torch.device | str) -> Tensor:
-    """Rows per group (G,) to row boundaries (G+1,), int64 on `device`."""
-    splits = torch.as_tensor(splits, dtype=torch.int64, device=device)
+    """Rows per group (G,) to row boundaries (G+1,), int64 on `device`, without waiting for a GPU.
+
+    ValueError for splits of the host while a CUDA graph is captured: its replays would read host memory.
+    """
+    device = torch.device(device)
+    splits = torch.as_tensor(splits, dtype=torch.int64)
+    if splits.device.type == "cpu" and device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "offsets_from_splits: splits of the host in a CUDA graph; give a GPU tensor"
+            )
+        splits = splits.pin_memory().to(device, non_blocking=True)
     offsets = torch.zeros(splits.numel() + 1, dtype=torch.int64, device=device)
     torch.cumsum(splits, 0, out=offsets[1:])
     return offsets
@@ -86,10 +96,14 @@ def check_offsets(offsets: Tensor, num_rows: int) -> None:
 
 
 def expand_groups(values: Tensor, offsets: Tensor, num_rows: int) -> Tensor:
-    """One value per group (G,) to one per row (num_rows,), without host synchronisation."""
+    """One value per group (G,) to one per row (num_rows,), without host synchronisation.
+
+    Rows behind the last group get its value.
+    """
     rows = torch.arange(num_rows, device=values.device)
     # Right-sided search skips empty groups: row r belongs to the last group that starts at or before r.
-    return values[torch.searchsorted(offsets[1:].contiguous(), rows, right=True)]
+    group = torch.searchsorted(offsets[1:].contiguous(), rows, right=True)
+    return values[group.clamp_max_(values.shape[0] - 1)]
 
 
 def pad_groups(
@@ -99,17 +113,15 @@ def pad_groups(
 
     splits: rows of every group, where the host knows them.
     Returns (padded (M', K), offsets (G+1,)). An empty group stays empty. On a GPU without splits M' is the
-    most it can be, to spare a synchronisation: the rows past the last group's own are zeros of that group.
+    most it can be, to spare a synchronisation: the rows behind the last group are zeros of no group.
     """
     num_groups = offsets.numel() - 1
-    if splits is None and offsets.device.type == "cpu":
-        splits = (offsets[1:] - offsets[:-1]).tolist()
+    splits = splits_of_host(offsets) if splits is None else splits
     sizes = offsets[1:] - offsets[:-1]
     padded_sizes = (sizes + (multiple - 1)).div(multiple, rounding_mode="floor") * multiple
     padded_offsets = offsets_from_splits(padded_sizes, x.device)
     if splits is None:
         num_padded = _round_up(x.shape[0] + num_groups * (multiple - 1), multiple)
-        padded_offsets[-1] = num_padded
     else:
         num_padded = sum(_round_up(size, multiple) for size in splits)
         if num_padded == x.shape[0]:
@@ -122,6 +134,11 @@ def pad_groups(
     source = rows + shift
     padded = x[source.clamp_max(x.shape[0] - 1)]
     return padded.masked_fill_((source >= end)[:, None], 0), padded_offsets
+
+
+def splits_of_host(offsets: Tensor) -> list[int] | None:
+    """Rows of every group, None where asking would wait for a GPU."""
+    return (offsets[1:] - offsets[:-1]).tolist() if offsets.device.type == "cpu" else None
 
 
 def _round_up(number: int, multiple: int) -> int:

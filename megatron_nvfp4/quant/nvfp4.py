@@ -367,7 +367,11 @@ def _code_times_scale(qt: QuantizedTensor) -> Tensor:
 def _divide(a: Tensor | float, b: Tensor | float) -> Tensor:
     """RN(a / b) in FP32. torch multiplies by a rounded reciprocal when either side is a Python number."""
     device = a.device if isinstance(a, Tensor) else b.device
-    a, b = (torch.as_tensor(v, dtype=torch.float32, device=device) for v in (a, b))
+    # torch.full fills on the device; torch.as_tensor would copy from the host and wait.
+    a, b = (
+        v if isinstance(v, Tensor) else torch.full((), v, dtype=torch.float32, device=device)
+        for v in (a, b)
+    )
     return torch.div(*torch.broadcast_tensors(a, b))
 
 
