@@ -67,7 +67,7 @@ def _run(call: Callable[[], int], *, verbose: bool = False) -> int:
     except BrokenPipeError:  # `... | head`: nobody reads on, and the exit must not write again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, RuntimeError, ModuleNotFoundError) as error:
+    except (ValueError, RuntimeError, ModuleNotFoundError, OSError) as error:
         if verbose:
             raise
         return _report(error)

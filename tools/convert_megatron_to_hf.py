@@ -13,6 +13,6 @@ if __name__ == "__main__":
     add_arguments(parser)
     try:
         sys.exit(main(parser.parse_args()))
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -112,6 +112,17 @@ class OutputFile:
             self._fd = -1
 
 
+def check_apart(out: Path | str, *inputs: Path | str | None) -> None:
+    """ValueError where writing `out`, with --force, would remove an input: it is one, or holds one."""
+    if not str(out):
+        raise ValueError("output folder '': give the name of a folder to create")
+    target = Path(out).resolve()
+    for source in filter(None, inputs):
+        path = Path(source).resolve()
+        if path == target or target in path.parents:
+            raise ValueError(f"{out}: is or holds the input {source}; choose another output folder")
+
+
 class AtomicFolder:
     """A folder that appears at `target` complete, or not at all.
 

@@ -8,6 +8,7 @@ from megatron_nvfp4.checkpoint.architecture import Architecture
 from megatron_nvfp4.checkpoint.arguments import megatron_arguments
 from megatron_nvfp4.checkpoint.as_hf import TensorsOfMegatron, companions, names_to_imitate
 from megatron_nvfp4.checkpoint.as_megatron import ParametersOfHF
+from megatron_nvfp4.checkpoint.atomic import check_apart
 from megatron_nvfp4.checkpoint.dcp import TorchDistWriter
 from megatron_nvfp4.checkpoint.hf import HFReader, HFWriter
 from megatron_nvfp4.checkpoint.legacy import LegacyWriter
@@ -28,6 +29,13 @@ class ParallelSizes:
     ep: int = 1
     etp: int | None = None
     vpp: int = 1
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name}={size}" for name, size in vars(self).items() if size is not None and size < 1
+        ]
+        if wrong:
+            raise ValueError(f"parallel sizes {', '.join(wrong)}: give numbers of ranks, 1 or more")
 
     def arguments(self, num_layers: int) -> dict[str, int | None]:
         """The sizes as Megatron's arguments."""
@@ -64,12 +72,17 @@ def megatron_from_hf(
         raise ValueError(f"format={format!r}: choose one of {', '.join(FORMATS)}")
     if format == "torch_dist" and sizes not in (None, ParallelSizes()):
         raise ValueError(f"{sizes}: torch_dist is not cut by ranks; leave the sizes out")
+    check_apart(out, hf)
     sizes = sizes or ParallelSizes()
     reader = HFReader(hf)
     vocab_size = Architecture.from_hf_config(reader.config).vocab_size
     vocab_size_padded = _multiple(vocab_size, vocab_divisible_by * sizes.tp)
     weights = ParametersOfHF(reader, vocab_size_padded=vocab_size_padded)
     arch = weights.arch
+    if arch.num_heads % sizes.tp:
+        raise ValueError(
+            f"tp={sizes.tp}: the {arch.num_heads} attention heads do not divide; choose a divisor"
+        )
     arguments = megatron_arguments(
         arch,
         reader.config,
@@ -133,6 +146,7 @@ def hf_from_megatron(
     existing `out`. Errors: ValueError naming what is missing, unknown or misshapen; `out` appears only
     when complete.
     """
+    check_apart(out, megatron, hf_config)
     tensors = open_megatron(megatron, hf_config)
     num_bytes = tensors.num_bytes()
     dtype = str(tensors.meta(HF_EMBEDDING)[0]).removeprefix("torch.")

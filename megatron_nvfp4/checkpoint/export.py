@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_nvfp4 import __version__, backends
 from megatron_nvfp4.checkpoint.as_hf import companions
+from megatron_nvfp4.checkpoint.atomic import check_apart
 from megatron_nvfp4.checkpoint.convert import open_megatron
 from megatron_nvfp4.checkpoint.export_plan import (
     ROUNDINGS,
@@ -282,6 +283,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Export, print the record, and return 0; ValueError or RuntimeError say what is wrong."""
+    check_apart(options.out, options.source, options.hf_config)
     source = open_source(options.source, options.hf_config)
     plan = plan_export(
         source,

@@ -36,6 +36,7 @@ from megatron_nvfp4.checkpoint.verify_report import Report, lines_of
 from megatron_nvfp4.quant.nvfp4 import BLOCK, E2M1_MAX, E4M3_MAX
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_RECIPROCAL = 1e5  # 2688^2 / amax is what a scale upside down allows
 _LARGEST_WEIGHT = 1e3  # beyond this an outer scale is more likely upside down
 _IGNORE_KEYS = ("ignore", "modules_to_not_convert", "exclude_modules")
 _KV_SCALES = (".k_scale", ".v_scale", ".k_proj.k_scale", ".v_proj.v_scale")
@@ -363,11 +364,15 @@ class _Checkpoint:
                 )
                 return False
         largest = packed.multiplier.item() * E2M1_MAX * E4M3_MAX
-        if largest > _LARGEST_WEIGHT:
-            self.report.warn(
+        is_zero = not bool((packed.codes & 0x77).any())  # then no scale says anything
+        if largest > _LARGEST_WEIGHT and not is_zero:
+            say = self.report.error if largest > _RECIPROCAL else self.report.warn
+            say(
                 f"{module}.{self.form.outer_scale}",
                 f"allows weights up to {largest:.3g}, read as {self.form.convention}; is it the reciprocal?",
             )
+        if not bool(data.any()) and not is_zero:
+            self.report.error(name, "every block scale is 0 under codes that are not")
         return True
 
 
