@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rl_cases import FORMS, INF, NAN, REPORTED, form, gate_of
 from rl_oracle import (
     as_padded,
     as_ragged,
@@ -35,23 +36,11 @@ from megatron_nvfp4.rl import (
 from megatron_nvfp4.rl.layout import Layout, fold
 
 ROOT = Path(__file__).parents[1]
-REPORTED = TriageConfig()
-FORMS = [(norm, repair) for norm in ("response", "token") for repair in ("segment", "token")]
-NAN, INF = math.nan, math.inf
 
 
 @pytest.fixture(autouse=True)
 def _same_numbers_every_time():
     torch.manual_seed(0)
-
-
-def form(norm, repair_norm, **changes):
-    return TriageConfig(norm=norm, repair_norm=repair_norm, **changes)
-
-
-def gate_of(batch, config=REPORTED, dtype=torch.float64):
-    tensors, offsets = as_ragged(batch, dtype)
-    return triage_gate(*tensors, offsets=offsets, config=config)
 
 
 # --- layouts and bits -----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import rl_oracle as oracle
 import torch
+from rl_cases import FORMS, INF, NAN, REPORTED, form, gate_of
 from rl_oracle import as_ragged, columns, one_segment, ragged, random_batch
 
 from megatron_nvfp4.rl import (
@@ -20,23 +21,11 @@ from megatron_nvfp4.rl import (
 )
 
 ROOT = Path(__file__).parents[1]
-REPORTED = TriageConfig()
-FORMS = [(norm, repair) for norm in ("response", "token") for repair in ("segment", "token")]
-NAN, INF = math.nan, math.inf
 
 
 @pytest.fixture(autouse=True)
 def _same_numbers_every_time():
     torch.manual_seed(0)
-
-
-def form(norm, repair_norm, **changes):
-    return TriageConfig(norm=norm, repair_norm=repair_norm, **changes)
-
-
-def gate_of(batch, config=REPORTED, dtype=torch.float64):
-    tensors, offsets = as_ragged(batch, dtype)
-    return triage_gate(*tensors, offsets=offsets, config=config)
 
 
 # --- the gate by hand -----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_nvfp4.quant import QuantizedTensor
-from megatron_nvfp4.quant.layout import SCALE_ROWS, dense_offsets, swizzled_shape
+from megatron_nvfp4.quant.layout import SCALE_ROWS, swizzled_shape
 from megatron_nvfp4.recipes import Format, NVFP4Spec
 
 from . import Matrices, Operand, extension
@@ -67,21 +67,6 @@ class BlackwellBackend(CudaBackend):
         parts = {field.name: getattr(weights, field.name) for field in fields(weights)}
         scales = swizzle_groups(weights.block_scales, _weight_offsets(weights, num_groups))
         return SwizzledWeights(**parts, scales_128x4=scales)
-
-    def gemm(
-        self,
-        a: Operand,
-        b: Operand | Matrices,
-        *,
-        bias: Tensor | None = None,
-        out_dtype: torch.dtype,
-        transposed: bool = False,
-    ) -> Tensor:
-        bias = None if bias is None else bias[None]
-        offsets = dense_offsets(a.shape[0], a.device)
-        return self.grouped_gemm(
-            a, b, offsets, bias=bias, out_dtype=out_dtype, transposed=transposed
-        )
 
     def grouped_gemm(
         self,

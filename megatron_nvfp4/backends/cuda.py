@@ -81,7 +81,9 @@ class CudaBackend:
     ) -> Tensor:
         offsets = dense_offsets(a.shape[0], a.device)
         bias = None if bias is None else bias[None]
-        return cuda_gemm.grouped_gemm(a, b, offsets, bias, out_dtype, transposed)
+        return self.grouped_gemm(
+            a, b, offsets, bias=bias, out_dtype=out_dtype, transposed=transposed
+        )
 
     def grouped_gemm(
         self,
