@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
@@ -107,3 +108,8 @@ def write_hf(folder, config: dict, weights: dict[str, torch.Tensor]) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_rank_file(path: Path) -> dict:
+    """A file of the `torch` format that a test has written, with its Namespace."""
+    return torch.load(path, weights_only=False)
