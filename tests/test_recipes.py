@@ -8,10 +8,16 @@ from hypothesis import strategies as st
 
 from megatron_nvfp4.recipes import (
     ALIASES,
+    BF16,
     DEFAULT_RECIPE,
+    FORWARD,
+    MXFP8,
     RECIPES,
     LayerRule,
+    NVFP4Spec,
+    Operands,
     Policy,
+    Recipe,
     describe,
     environment_faults,
     get_recipe,
@@ -451,3 +457,11 @@ def test_unreadable_file(tmp_path):
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="cannot read policy file"):
         load_config(binary)
+
+
+@pytest.mark.parametrize("left", [MXFP8, NVFP4Spec()], ids=str)
+@pytest.mark.parametrize("right", [BF16, FORWARD], ids=str)
+def test_wgrad_operands_of_two_paddings_are_refused(left, right):
+    # Prevents: a padded gradient multiplied by activations that are not, token against other token.
+    with pytest.raises(ValueError, match="of two formats"):
+        Recipe(name="x", group="common", summary="", wgrad=Operands(left=left, right=right))

@@ -49,8 +49,10 @@ class Recipe:
     bypass: bool = False
 
     def __post_init__(self) -> None:
-        # Quantised wgrad operands are padded to whole blocks of tokens, so both must pad alike.
-        if type(self.wgrad.left) is not type(self.wgrad.right) and self.wgrad.right != FORWARD:
+        # Quantised wgrad operands are padded to whole blocks of tokens, so both must pad alike; a
+        # dequantised one is not padded.
+        right = BF16 if self.wgrad.right == FORWARD else self.wgrad.right
+        if type(self.wgrad.left) is not type(right):
             raise ValueError(f"recipe {self.name}: wgrad operands {self.wgrad} are of two formats")
 
     @property
