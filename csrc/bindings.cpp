@@ -60,6 +60,8 @@ TORCH_LIBRARY(megatron_nvfp4, m) {
   m.def(
       "quantize_simulated(Tensor x, Tensor? amax, int exponent, int mantissa) "
       "-> (Tensor values, Tensor block_scales, Tensor amax_used)");
+  // S_dec of an FP32 amax of any shape.
+  m.def("outer_scale(Tensor amax, int e4m3_max) -> Tensor");
   // q * s_b, BF16 (M, K), exact.
   m.def("decode_nvfp4(Tensor codes, Tensor block_scales) -> Tensor");
   // row_scale: S_dec of every row, FP32 (M,), or (1,) for all.

@@ -2,6 +2,7 @@
 
 import collections
 import os
+import sys
 
 import pytest
 
@@ -44,3 +45,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("skipped, by reason")
         for reason, count in reasons.most_common():
             terminalreporter.write_line(f"{count:5d}  {reason.removeprefix('Skipped: ')}")
+
+
+@pytest.fixture(autouse=True)
+def _backends_asked_anew():
+    """A test that pretends a backend can or cannot run leaves no choice behind."""
+    yield
+    backends = sys.modules.get("megatron_nvfp4.backends")
+    if backends:
+        backends.forget_selected()

@@ -219,26 +219,43 @@ def saved_bytes(layer, x, *args) -> tuple[int, list[torch.Tensor]]:
 @pytest.mark.parametrize(
     ("name", "activations", "weight"),
     [
-        ("nvfp4_per_token_bf16_bwd", 2.0, 2.0),
-        ("nvfp4_per_token+bypass", 2.0, 2.0),
-        ("nvfp4_per_token", 1 + 1 / 32, 2.0),
+        ("nvfp4_per_token_bf16_bwd", 2.0, 0),
+        ("nvfp4_per_token+bypass", 2.0, 0),
+        ("nvfp4_per_token", 1 + 1 / 32, 0),
         ("nvfp4_per_token_dequant_bwd", 1 / 2 + 1 / 16, 1 / 2 + 1 / 16),
     ],
 )
 def test_only_what_backward_reads_is_saved(name, activations, weight):
     # Prevents: 16 bits a value kept beside the 4.5 that are used, or a frozen layer keeping its
-    # input.
-    num_rows, is_packed = 32, weight < 2
+    # input. A weight that is read as it is belongs to the layer and is not kept a second time.
+    num_rows, is_packed = 32, weight > 0
     layer, x = linear(name, bias=False), outliers(num_rows, K, seed=15).requires_grad_()
     total, saved = saved_bytes(layer, x)
     amaxes = 4 * (num_rows + 1) if is_packed else 0
     assert total == activations * num_rows * K + weight * N * K + amaxes
     addresses = {tensor.data_ptr() for tensor in saved}
     assert (x.data_ptr() in addresses) == (activations == 2.0)
-    assert (layer.weight.data_ptr() in addresses) == (weight == 2.0)
+    assert layer.weight.data_ptr() not in addresses
     layer.weight.requires_grad_(False)
     frozen, _ = saved_bytes(layer, x)
     assert frozen == weight * N * K + (4 if is_packed else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_read"),
+    [("bf16", True), ("nvfp4_per_token", True), ("nvfp4_per_token_dequant_bwd", False)],
+)
+def test_weights_changed_before_the_backward(name, is_read):
+    # Prevents: gradients of other weights than the forward's, in silence.
+    layer, x = linear(name, bias=False), outliers(32, K, seed=15).requires_grad_()
+    y = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    if is_read:
+        with pytest.raises(RuntimeError, match="modified in place between forward and backward"):
+            y.sum().backward()
+    else:
+        y.sum().backward()
 
 
 def test_inputs_without_gradient():

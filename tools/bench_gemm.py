@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from bench import CACHE_BYTES, TENSOR, TOKEN, graph_us, machine
@@ -29,6 +30,7 @@ MODULE_FIELDS = (
     *("gpu", "torch", "cuda", "driver", "commit"),
     *("op", "recipe", "weights", "groups", "rows", "n", "k", "us", "peer", "peer_us", "ratio"),
 )
+MODULE_RECIPES = (("bf16", "-"), ("nvfp4_per_token", "kept"), ("nvfp4_per_token", "new"))
 Calls = list[Callable[[], object]]
 
 
@@ -144,9 +146,9 @@ def check_forward(a: Tensor | QuantizedTensor, b: PackedWeights, offsets: Tensor
     decoded = cuda_gemm.decode(b).reshape(-1, b.num_rows, b.num_cols)
     x = cuda_gemm.decode(a)
     peer = torch._grouped_mm(x, decoded.transpose(1, 2), offs=offsets[1:].int())
-    unit = torch.full_like(b.amax, 2688.0)  # S_dec = 1
+    unit = torch.ones_like(b.outer_scale)
     bare = a if isinstance(a, Tensor) else replace(a, amax=torch.full_like(a.amax, 2688.0))
-    ours = cuda.BACKEND.grouped_gemm(bare, replace(b, amax=unit), offsets, out_dtype=torch.bfloat16)
+    ours = cuda.BACKEND.grouped_gemm(bare, replace(b, outer_scale=unit), offsets, out_dtype=torch.bfloat16)
     check(ours, peer)
 
 
@@ -269,30 +271,28 @@ def module_rows(only: str) -> Iterator[dict[str, object]]:
     import transformer_engine.pytorch as te
 
     fixed, ratios = machine(), {}
-    for groups, num_rows, shape in MODULE_CELLS:
+    for (groups, num_rows, shape), fused in product(MODULE_CELLS, (False, True)):
+        op = "forward + backward" + " into main_grad" * fused
+        if only not in op:
+            continue
         torch.cuda.empty_cache()
         n, k = shape
         splits = random_splits(groups, num_rows).tolist()
         x = torch.randn(num_rows, k, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         grad = torch.randn(num_rows, n, dtype=torch.bfloat16, device="cuda")
-        peer = te.GroupedLinear(groups, k, n, bias=False, params_dtype=torch.bfloat16)
+        common = {"params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": fused, "bias": False}
+        peer = te.GroupedLinear(groups, k, n, **common)
         peer_us = step_us(peer, x, splits, grad)
         del peer
-        for recipe, weights in (
-            ("bf16", "-"),
-            ("nvfp4_per_token", "kept"),
-            ("nvfp4_per_token", "new"),
-        ):
+        for recipe, weights in MODULE_RECIPES:
             params = QLinearParams(recipe=RECIPES[recipe].with_bypass())
-            layer = GroupedLinear(
-                groups, k, n, bias=False, params_dtype=torch.bfloat16, qlinear_params=params
-            )
+            layer = GroupedLinear(groups, k, n, qlinear_params=params, **common)
             if weights == "kept":
                 layer(x, splits, is_first_microbatch=True)
             us = step_us(layer, x, splits, grad, False if weights == "kept" else None)
-            ratios.setdefault((recipe, weights), []).append(peer_us / us)
+            ratios.setdefault((op, recipe, weights), []).append(peer_us / us)
             yield fixed | {
-                "op": "forward + backward",
+                "op": op,
                 "recipe": f"{recipe}, BF16 backward",
                 "weights": weights,
                 "groups": groups,
@@ -305,10 +305,10 @@ def module_rows(only: str) -> Iterator[dict[str, object]]:
                 "ratio": round(peer_us / us, 2),
             }
             del layer
-    for (recipe, weights), values in ratios.items():
+    for (op, recipe, weights), values in ratios.items():
         mean = math.exp(statistics.fmean(map(math.log, values)))
         yield fixed | {
-            "op": "geometric mean",
+            "op": f"geometric mean, {op}",
             "recipe": recipe,
             "weights": weights,
             "ratio": round(mean, 2),
@@ -316,7 +316,15 @@ def module_rows(only: str) -> Iterator[dict[str, object]]:
 
 
 def step_us(layer, x: Tensor, splits: list[int], grad: Tensor, first: bool | None = None) -> float:
-    """Median microseconds of a forward and backward, host time included, gradients left in place."""
+    """Median microseconds of a forward and backward, host time included, gradients left in place.
+
+    With fuse_wgrad_accumulation weight gradients are added to FP32 `main_grad`, in one block as in Megatron.
+    """
+    weights = [parameter for parameter in layer.parameters() if parameter.dim() == 2]
+    if layer.fuse_wgrad_accumulation:
+        shape = (len(weights), *weights[0].shape)
+        for weight, main_grad in zip(weights, torch.zeros(shape, device="cuda"), strict=True):
+            weight.main_grad = main_grad
     times = []
     for _ in range(9):
         layer.zero_grad(set_to_none=True)

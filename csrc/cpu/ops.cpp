@@ -336,6 +336,19 @@ Tensor dequantize_mxfp8(const Tensor& codes_in, const Tensor& scales_in, at::Sca
   return out;
 }
 
+Tensor outer_scale(const Tensor& amax_in, int64_t e4m3_max) {
+  TORCH_CHECK_VALUE(amax_in.scalar_type() == at::kFloat, "outer_scale: amax is ",
+                    amax_in.scalar_type(), "; give float32");
+  const Tensor amax = amax_in.contiguous();
+  Tensor out = at::empty(amax.sizes(), amax.options());
+  const float* from = amax.const_data_ptr<float>();
+  float* to = out.mutable_data_ptr<float>();
+  for (int64_t i = 0; i < amax.numel(); ++i) {
+    to[i] = decode_scale(encode_scale(from[i], static_cast<int>(e4m3_max)));
+  }
+  return out;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(megatron_nvfp4, CompositeExplicitAutograd, m) { m.impl("cpu_isa", &cpu_isa); }
@@ -344,6 +357,7 @@ TORCH_LIBRARY_IMPL(megatron_nvfp4, CPU, m) {
   m.impl("quantize_nvfp4", &quantize_nvfp4);
   m.impl("quantize_nvfp4_stochastic", &quantize_nvfp4_stochastic);
   m.impl("quantize_nvfp4_columns", &quantize_nvfp4_columns);
+  m.impl("outer_scale", &outer_scale);
   m.impl("decode_nvfp4", &decode_nvfp4);
   m.impl("dequantize_nvfp4", &dequantize_nvfp4);
   m.impl("quantize_mxfp8", &quantize_mxfp8);

@@ -209,6 +209,12 @@ inline cudaError_t encode_tensor_map(
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
   if (!encode) return cudaErrorNotSupported;
+  // The driver wants a current context; a thread that has launched nothing yet, such as the one of
+  // autograd's backward, has none until the runtime is told its device.
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaSetDevice(device);
+  if (error != cudaSuccess) return error;
   uint64_t size[kRank], stride[kRank - 1];
   uint32_t extent[kRank], steps[kRank];
   for (int i = 0; i < kRank; ++i) {

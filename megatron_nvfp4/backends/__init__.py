@@ -28,6 +28,8 @@ PREFERENCE = ("cuda", "cpu", "reference")
 _MODULES = {name: f"megatron_nvfp4.backends.{name}" for name in (*PREFERENCE, "blackwell", "te")}
 _MODULES["torch"] = "megatron_nvfp4.backends.torch_gemm"
 _used: dict[tuple[str, str], set[str]] = {}
+_selected: dict[tuple, "Backend"] = {}
+SHAPE_PERIOD = 128
 
 
 class Backend(Protocol):
@@ -49,8 +51,9 @@ class Backend(Protocol):
     ) -> str | None:
         """None if `op` (one of OPS) runs on operands of these formats, else the reason and the remedy.
 
-        shape: (M, K) of a quantiser, (M, N, K) of a GEMM; None asks in general. dtype: of operands that are
-        not quantised, BF16 if None.
+        shape: (M, K) of a quantiser, (M, N, K) of a GEMM; None asks in general. Whether there is a reason
+        depends on the sizes modulo SHAPE_PERIOD alone. dtype: of operands that are not quantised, BF16 if
+        None.
         """
         ...
 
@@ -161,9 +164,25 @@ def select(
     backend: "auto" walks PREFERENCE; a name takes that one or none, several the first that can.
     Raises RuntimeError that lists why each candidate cannot. The choice is recorded, see `used`.
     """
-    found = find(op, formats, shape=shape, device=device, dtype=dtype, backend=backend)
-    _used.setdefault((op, " x ".join(map(str, formats))), set()).add(found.name)
+    key = (
+        op,
+        tuple(formats),
+        shape and tuple(size % SHAPE_PERIOD for size in shape),
+        device,
+        dtype,
+        backend if isinstance(backend, str) else tuple(backend),
+    )
+    found = _selected.get(key)
+    if found is None:
+        found = find(op, formats, shape=shape, device=device, dtype=dtype, backend=backend)
+        _selected[key] = found
+        _used.setdefault((op, " x ".join(map(str, formats))), set()).add(found.name)
     return found
+
+
+def forget_selected() -> None:
+    """Ask every backend anew, after a change of what they can do."""
+    _selected.clear()
 
 
 def find(

@@ -52,7 +52,8 @@ def pack_weights(weights: Operand, num_groups: int, is_reversed: bool = False) -
     num_rows, num_cols = weights.shape
     packed = _ops().pack_weights_nvfp4(weights.codes, weights.block_scales, num_groups, is_reversed)
     amax = weights.amax.flip(0) if is_reversed else weights.amax
-    return PackedWeights(packed, amax, weights.spec, num_rows // num_groups, num_cols)
+    scale = ops.outer_scale(amax, weights.spec)
+    return PackedWeights(packed, amax, scale, weights.spec, num_rows // num_groups, num_cols)
 
 
 def round_along_rows(weights: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_nvfp4.quant import QuantizedTensor, SimulatedTensor
 
-from . import Matrices, Operand
+from . import Matrices, Operand, ops
 from .packed import PackedWeights
 
 # Of outputs, and of operands that are not quantised.
@@ -27,11 +27,11 @@ def outer_scales(
     for operand in (a, b):
         if _is_per_row(operand):
             if operand is a:
-                row_scale = operand.outer_scale
+                row_scale = _outer_scale(operand)
             else:
-                col_scale = operand.outer_scale
+                col_scale = _outer_scale(operand)
         elif isinstance(operand, QuantizedTensor | PackedWeights):
-            of_groups.append(operand.outer_scale)
+            of_groups.append(_outer_scale(operand))
     if col_scale is not None and of_groups:
         return a.row_scale().contiguous(), None, col_scale
     return row_scale, _product(of_groups), col_scale
@@ -39,7 +39,13 @@ def outer_scales(
 
 def group_scale(a: Operand, b: Operand) -> Tensor | None:
     """S_dec of every group (G,), or of all (1,), of a weight gradient's two operands, multiplied."""
-    return _product([o.outer_scale for o in (a, b) if isinstance(o, QuantizedTensor)])
+    return _product([_outer_scale(o) for o in (a, b) if isinstance(o, QuantizedTensor)])
+
+
+def _outer_scale(operand: QuantizedTensor | PackedWeights | SimulatedTensor) -> Tensor:
+    if isinstance(operand, QuantizedTensor):
+        return ops.outer_scale(operand.amax, operand.spec)
+    return operand.outer_scale
 
 
 def _product(scales: list[Tensor]) -> Tensor | None:

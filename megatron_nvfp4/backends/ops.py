@@ -109,6 +109,11 @@ def _key(seed: int | None, offset: int) -> list[int]:
     return [(value + 2**63) % 2**64 - 2**63 for value in (seed or 0, offset)]
 
 
+def outer_scale(amax: Tensor, spec: NVFP4Spec) -> Tensor:
+    """S_dec of an FP32 amax, as QuantizedTensor.outer_scale, bit for bit."""
+    return _ops().outer_scale(amax, spec.e4m3_max)
+
+
 def decode(qt: QuantizedTensor) -> Tensor:
     """q * s_b as BF16 (M, K), exact: the first part of quant.decode_exact."""
     return _ops().decode_nvfp4(qt.codes, qt.block_scales)
@@ -118,7 +123,7 @@ def dequantize(qt: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> Tens
     """quant.dequantize, bit for bit: (M, K) in BF16, FP16 or FP32."""
     if qt.column_offsets is not None:
         raise ValueError("dequantize: no kernel for groups of columns; use quant.dequantize")
-    row_scale = qt.outer_scale
+    row_scale = outer_scale(qt.amax, qt.spec)
     if qt.offsets is not None and qt.spec.outer == "tensor":
         row_scale = expand_groups(row_scale, qt.offsets, qt.shape[0])
     return _ops().dequantize_nvfp4(qt.codes, qt.block_scales, row_scale, dtype)
@@ -154,6 +159,7 @@ def _ops():
         _fake_quantize_nvfp4_stochastic,
         _fake_quantize_nvfp4_columns,
         _fake_quantize_simulated,
+        _fake_outer_scale,
         _fake_decode_nvfp4,
         _fake_dequantize_nvfp4,
         _fake_quantize_mxfp8,
@@ -195,6 +201,10 @@ def _fake_quantize_simulated(x, amax, exponent, mantissa):
         x.new_empty(num_rows, num_cols // 16, dtype=torch.float8_e4m3fn),
         x.new_empty(num_rows, dtype=torch.float32),
     )
+
+
+def _fake_outer_scale(amax, e4m3_max):
+    return amax.new_empty(amax.shape)
 
 
 def _fake_decode_nvfp4(codes, block_scales):

@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from megatron_nvfp4.quant.nvfp4 import decode_scale, encode_scale
 from megatron_nvfp4.recipes import NVFP4Spec
 
 
@@ -15,12 +14,13 @@ class PackedWeights:
 
     packed: uint8 (G, ceil(K/64), ceil(N/64), 2304), 64x64 chunks of codes and block scales in the order of
         tensor core fragments (csrc/cuda/pack_weights.cu); `cuda_gemm.unpack_weights` is the exact inverse.
-    amax: FP32 (G,).
+    amax: FP32 (G,). outer_scale: its S_dec.
     num_rows, num_cols: N and K.
     """
 
     packed: Tensor
     amax: Tensor
+    outer_scale: Tensor
     spec: NVFP4Spec
     num_rows: int
     num_cols: int
@@ -32,11 +32,6 @@ class PackedWeights:
     @property
     def device(self) -> torch.device:
         return self.packed.device
-
-    @property
-    def outer_scale(self) -> Tensor:
-        """FP32 decode scale S_dec of every weight, (G,)."""
-        return decode_scale(encode_scale(self.amax, self.spec.e4m3_max))
 
 
 def reverse_groups(weights, num_groups: int):

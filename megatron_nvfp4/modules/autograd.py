@@ -51,7 +51,7 @@ def quantize_weights(weights: Sequence[Tensor], setup: MatmulSetup) -> Operand |
     """The forward operand of G weights (N, K), one amax per weight; unquantised, the weights themselves."""
     operands = setup.params.recipe.fprop
     if operands.right == BF16:
-        return tuple(weight.detach().to(setup.dtype) for weight in weights)
+        return _matrices(weights, setup.dtype)
     (stacked, is_reversed), num_groups = stack_rows(weights), len(weights)
     num_rows = weights[0].shape[0]
     offsets = torch.arange(num_groups + 1, device=stacked.device) * num_rows
@@ -73,25 +73,33 @@ def stack_rows(weights: Sequence[Tensor]) -> tuple[Tensor, bool]:
     A view where they follow each other in memory, forwards or, as Megatron's distributed optimizer lays
     parameters out, backwards; else a copy in order.
     """
-    weights = [weight.detach() for weight in weights]
+    num_rows, num_cols = weights[0].shape
     for is_reversed in (False, True):
         ordered = weights[::-1] if is_reversed else weights
         if _follow_each_other(ordered):
-            num_rows, num_cols = ordered[0].shape
-            return ordered[0].as_strided(
-                (len(weights) * num_rows, num_cols), (num_cols, 1)
-            ), is_reversed
-    return torch.cat(weights), False
+            size = (len(weights) * num_rows, num_cols)
+            return ordered[0].detach().as_strided(size, (num_cols, 1)), is_reversed
+    return torch.cat([weight.detach() for weight in weights]), False
 
 
 def _follow_each_other(weights: Sequence[Tensor]) -> bool:
-    storage, begin = weights[0].untyped_storage().data_ptr(), weights[0].storage_offset()
-    return all(
-        weight.is_contiguous()
-        and weight.untyped_storage().data_ptr() == storage
-        and weight.storage_offset() == begin + index * weight.numel()
-        for index, weight in enumerate(weights)
+    first, addresses = weights[0], [weight.data_ptr() for weight in weights]
+    num_bytes = first.numel() * first.element_size()
+    end = addresses[0] + num_bytes * len(weights)
+    storage = first.untyped_storage()
+    return (
+        addresses == list(range(addresses[0], end, num_bytes))
+        and end <= storage.data_ptr() + storage.nbytes()
+        and all(weight.is_contiguous() for weight in weights)
     )
+
+
+def _matrices(weights: Sequence[Tensor], dtype: torch.dtype) -> Matrices:
+    """Unquantised weights as a GEMM takes them: one (G, N, K) where they lie so, else each by itself."""
+    if weights[0].dtype == dtype and _follow_each_other(weights):
+        shape = (len(weights), *weights[0].shape)
+        return weights[0].detach().as_strided(shape, (weights[0].numel(), shape[2], 1))
+    return tuple(weight.detach().to(dtype) for weight in weights)
 
 
 class GroupedMatmul(torch.autograd.Function):
@@ -122,34 +130,45 @@ class GroupedMatmul(torch.autograd.Function):
         )
         formats = (recipe.fprop.left, recipe.fprop.right)
         y = _grouped_gemm(x_operand, weight_operand, offsets, formats, setup, bias)
-        ctx.setup, ctx.params, ctx.num_rows = setup, weights, x.shape[0]
+        ctx.setup, ctx.weights = setup, weights
+        reads_weights = recipe.fprop.right == BF16 or recipe.dgrad.right != FORWARD
+        ctx.versions = _versions(weights) if reads_weights else None
         ctx.has_bias = bias is not None
         saved_x = None
         if setup.keep_for_backward and any(weight.requires_grad for weight in weights):
             saved_x = _saved_activation(x, x_operand, offsets, setup)
         saved_weight = weight_operand if recipe.dgrad.right == FORWARD and x.requires_grad else None
-        originals = () if recipe.dgrad.right == FORWARD else weights
-        _save(ctx, offsets, saved_x, saved_weight, originals)
+        _save(ctx, offsets, saved_x, saved_weight)
         return y
 
     @staticmethod
     @once_differentiable  # the gradients of a quantised product have no derivative
     def backward(ctx, grad_output: Tensor):
         setup, recipe = ctx.setup, ctx.setup.params.recipe
-        offsets, saved_x, saved_weight, originals = _load(ctx)
+        offsets, saved_x, saved_weight = _load(ctx)
+        if ctx.versions not in (None, _versions(ctx.weights)):
+            raise RuntimeError(
+                f"{setup.name}: a weight was modified in place between forward and backward; "
+                "run the backward before the optimizer's step"
+            )
         grad_output = grad_output.to(setup.dtype).contiguous()
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
             left = _quantize(grad_output, recipe.dgrad.left, DGRAD_LEFT, setup, offsets=offsets)
-            right, transposed = _dgrad_weight(originals, saved_weight, ctx.params, setup)
+            right, transposed = _dgrad_weight(ctx.weights, saved_weight, setup)
             formats = (recipe.dgrad.left, recipe.dgrad.right)
             grad_x = _grouped_gemm(left, right, offsets, formats, setup, None, transposed)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = _bias_grad(grad_output, offsets, setup)
-        grads = [None] * len(ctx.params)
+        grads = [None] * len(ctx.weights)
         if saved_x is not None:
-            grads = _wgrad(grad_output, saved_x, offsets, ctx.params, setup)
+            grads = _wgrad(grad_output, saved_x, offsets, ctx.weights, setup)
         return (grad_x, None, grad_bias, None, None, *grads)
+
+
+def _versions(weights: Sequence[Tensor]) -> list[int]:
+    """What autograd would compare had it kept the weights, which the parameters do already."""
+    return [weight._version for weight in weights]
 
 
 def _is_per_row(spec: Format) -> bool:
@@ -204,7 +223,7 @@ def _grouped_gemm(
 ) -> Tensor:
     num_groups = offsets.numel() - 1
     op = _gemm_op(num_groups)
-    if isinstance(b, tuple) or len(b.shape) == 3:
+    if isinstance(b, Sequence) or len(b.shape) == 3:
         num_cols = b[0].shape[1 if transposed else 0]
     else:
         num_cols = b.shape[0] // num_groups
@@ -270,33 +289,30 @@ def _quantize_columns(
 
 
 def _dgrad_weight(
-    originals: Sequence[Tensor],
-    saved_weight: Operand | Matrices | None,
-    params: Sequence[Tensor],
-    setup: MatmulSetup,
+    weights: Sequence[Tensor], saved_weight: Operand | Matrices | None, setup: MatmulSetup
 ) -> tuple[Operand | Matrices, bool]:
     """The weights as dgrad multiplies them, and whether they lie as in the forward, (N, K).
 
     Quantised along N they are turned, (G*K, N); unquantised they are read where they lie.
     """
-    spec, (num_rows, num_cols) = setup.params.recipe.dgrad.right, params[0].shape
+    spec, (num_rows, num_cols) = setup.params.recipe.dgrad.right, weights[0].shape
+    num_groups = len(weights)
+    op, left = _gemm_op(num_groups), setup.params.recipe.dgrad.left
     if spec == BF16:
-        return tuple(weight.detach().to(setup.dtype) for weight in originals), True
+        return _matrices(weights, setup.dtype), True
     if spec == FORWARD:
-        op, left = _gemm_op(len(params)), setup.params.recipe.dgrad.left
         decoded = _decode(saved_weight, op, left, setup)
-        return tuple(decoded.reshape(len(params), num_rows, num_cols).unbind()), True
-    stacked, is_reversed = stack_rows(originals)
-    stacked = stacked.reshape(len(params), num_rows, num_cols)
-    formats = (setup.params.recipe.dgrad.left, spec)
-    backend = _gemm_backend(_gemm_op(len(params)), formats, None, stacked.device, setup)
+        return decoded.reshape(num_groups, num_rows, num_cols), True
+    stacked, is_reversed = stack_rows(weights)
+    stacked = stacked.reshape(num_groups, num_rows, num_cols)
+    backend = _gemm_backend(op, (left, spec), None, stacked.device, setup)
     rounded = backend.round_along_rows(stacked, spec)
     if rounded is not None:
         return (tuple(rounded)[::-1] if is_reversed else rounded), True
     transposed = stacked.transpose(1, 2)
     transposed = transposed.flip(0) if is_reversed else transposed
-    transposed = transposed.reshape(len(params) * num_cols, num_rows)
-    offsets = torch.arange(len(params) + 1, device=transposed.device) * num_cols
+    transposed = transposed.reshape(num_groups * num_cols, num_rows)
+    offsets = torch.arange(num_groups + 1, device=transposed.device) * num_cols
     group = setup.weight_amax_group
     operand = _quantize(transposed, spec, DGRAD_RIGHT, setup, offsets=offsets, amax_group=group)
     return operand, False
@@ -326,15 +342,9 @@ def _wgrad(
         out = [weight.main_grad for weight in weights]
         backend.grouped_wgrad(left, right, offsets, out=out, accumulate=True)
         return _mark_accumulated(weights)
-    grads = _empty_grads(weights)
+    grads = weights[0].new_empty(len(weights), *weights[0].shape).unbind()
     backend.grouped_wgrad(left, right, offsets, out=grads, accumulate=False)
     return grads
-
-
-def _empty_grads(weights: Sequence[Tensor]) -> list[Tensor]:
-    """One gradient per weight in one allocation."""
-    first = weights[0]
-    return list(first.new_empty(len(weights), *first.shape).unbind())
 
 
 def _mark_accumulated(weights: Sequence[Tensor]) -> list[Tensor | None]:
@@ -343,11 +353,15 @@ def _mark_accumulated(weights: Sequence[Tensor]) -> list[Tensor | None]:
     flagged = [i for i, w in enumerate(weights) if hasattr(w, "grad_added_to_main_grad")]
     if not flagged:
         return grads
-    for index, dummy in enumerate(_empty_grads(weights)):
-        if index in flagged:
-            weights[index].grad_added_to_main_grad = True
-            is_read = getattr(weights[index], "zero_out_wgrad", False)
-            grads[index] = dummy.zero_() if is_read else dummy
+    # All dummies are the same memory, as nobody writes to them.
+    first = weights[0]
+    is_read = any(getattr(weights[index], "zero_out_wgrad", False) for index in flagged)
+    memory = first.new_zeros(first.shape) if is_read else first.new_empty(first.shape)
+    for index, dummy in zip(
+        flagged, memory.expand(len(flagged), *first.shape).unbind(), strict=True
+    ):
+        weights[index].grad_added_to_main_grad = True
+        grads[index] = dummy
     return grads
 
 
@@ -381,18 +395,17 @@ def _unflatten(tensors: list[Tensor | None], rest: object) -> Operand | Matrices
     return replace(bare, **dict(zip(names, tensors, strict=True)))
 
 
-def _save(ctx, offsets, saved_x, saved_weight, weights) -> None:
+def _save(ctx, offsets, saved_x, saved_weight) -> None:
     """Keep tensors through save_for_backward, so that hooks (offload, version checks) see them."""
     x_tensors, x_rest = _flatten(saved_x)
     weight_tensors, weight_rest = _flatten(saved_weight)
-    ctx.num_saved = (len(x_tensors), len(weight_tensors))
+    ctx.num_saved = len(x_tensors)
     ctx.rests = (x_rest, weight_rest)
-    ctx.save_for_backward(offsets, *x_tensors, *weight_tensors, *weights)
+    ctx.save_for_backward(offsets, *x_tensors, *weight_tensors)
 
 
 def _load(ctx):
     offsets, *tensors = ctx.saved_tensors
-    num_x, num_weight = ctx.num_saved
-    saved_x = _unflatten(tensors[:num_x], ctx.rests[0])
-    saved_weight = _unflatten(tensors[num_x : num_x + num_weight], ctx.rests[1])
-    return offsets, saved_x, saved_weight, tensors[num_x + num_weight :]
+    saved_x = _unflatten(tensors[: ctx.num_saved], ctx.rests[0])
+    saved_weight = _unflatten(tensors[ctx.num_saved :], ctx.rests[1])
+    return offsets, saved_x, saved_weight

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -139,8 +138,6 @@ class QLinearBase(ExtraStateModule):
             # Also in the gradient-free pass of recomputation, whose second pass comes with False.
             self._weight_cache = None
         operand = self.quantized_weights(weights, setup, is_first_microbatch)
-        # Inside the function's forward the gradient mode is always off.
-        setup = replace(setup, keep_for_backward=torch.is_grad_enabled())
         return GroupedMatmul.apply(x, offsets, bias, operand, setup, *weights)
 
     def activation_dtype(self, x: Tensor) -> torch.dtype:

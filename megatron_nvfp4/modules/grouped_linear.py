@@ -106,7 +106,9 @@ class GroupedLinear(QLinearBase):
     @property
     def weights(self) -> tuple[Tensor, ...]:
         """The experts' weights in order."""
-        return tuple(getattr(self, f"weight{index}") for index in range(self.num_gemms))
+        own = self._parameters  # torch's attribute lookup is slow for many experts
+        names = (f"weight{index}" for index in range(self.num_gemms))
+        return tuple(own[name] if name in own else getattr(self, name) for name in names)
 
     @property
     def biases(self) -> tuple[Tensor, ...]:
@@ -138,6 +140,8 @@ class GroupedLinear(QLinearBase):
             splits=_host_splits(m_splits),
             fuse_wgrad=self.fuse_wgrad_accumulation,
             seed=self.rounding_seed(x.device),
+            # Inside the function's forward the gradient mode is always off.
+            keep_for_backward=torch.is_grad_enabled(),
         )
         fused_bias = self.use_bias and not self.return_bias
         bias = torch.stack(self.biases).to(x.dtype) if fused_bias else None

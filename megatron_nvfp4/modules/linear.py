@@ -172,6 +172,8 @@ class Linear(QLinearBase):
             splits=(rows.shape[0],),
             fuse_wgrad=self.fuse_wgrad_accumulation,
             seed=self.rounding_seed(x.device),
+            # Inside the function's forward the gradient mode is always off.
+            keep_for_backward=torch.is_grad_enabled(),
         )
         bias = None if bias is None else bias[None].to(x.dtype)
         y = self.matmul(rows, offsets, (self.weight,), bias, setup, is_first_microbatch)

@@ -1,6 +1,7 @@
 """Where the bytes lie: code packing, the 128x4 scale layout of tensor cores, row groups and their padding."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -62,21 +63,26 @@ def offsets_from_splits(splits: Sequence[int] | Tensor, device: torch.device | s
     ValueError for splits of the host while a CUDA graph is captured: its replays would read host memory.
     """
     device = torch.device(device)
-    splits = torch.as_tensor(splits, dtype=torch.int64)
-    if splits.device.type == "cpu" and device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            raise ValueError(
-                "offsets_from_splits: splits of the host in a CUDA graph; give a GPU tensor"
-            )
-        splits = splits.pin_memory().to(device, non_blocking=True)
-    offsets = torch.zeros(splits.numel() + 1, dtype=torch.int64, device=device)
-    torch.cumsum(splits, 0, out=offsets[1:])
-    return offsets
+    if isinstance(splits, Tensor) and splits.device.type != "cpu":
+        offsets = torch.zeros(splits.numel() + 1, dtype=torch.int64, device=device)
+        torch.cumsum(splits, 0, out=offsets[1:])
+        return offsets
+    is_cuda = device.type == "cuda"
+    if is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "offsets_from_splits: splits of the host in a CUDA graph; give a GPU tensor"
+        )
+    sizes = splits.tolist() if isinstance(splits, Tensor) else splits
+    bounds = [0, *accumulate(sizes)]
+    offsets = torch.tensor(bounds, dtype=torch.int64, pin_memory=is_cuda)
+    return offsets.to(device, non_blocking=True)
 
 
 def dense_offsets(num_rows: int, device: torch.device | str) -> Tensor:
     """Boundaries (2,) of one group that holds all rows; nothing is copied from the host."""
-    return torch.arange(2, device=device) * num_rows
+    if num_rows == 0:
+        return torch.zeros(2, dtype=torch.int64, device=device)
+    return torch.arange(0, num_rows + 1, num_rows, device=device)
 
 
 def check_offsets(offsets: Tensor, num_rows: int) -> None:
