@@ -31,6 +31,7 @@ PROBLEMS = [
     ([16] * 40, 2048, 768),
     ([1], 136, 1544),
     ([0, 0, 1100, 0], 264, 520),
+    ([24, 0, 700], 1152, 264),  # of the last pair of blocks one has no rows of the weight gradient
     ([0, 0], 64, 64),
 ]
 IDS = [f"{len(rows)}x{sum(rows)}x{n}x{k}" for rows, n, k in PROBLEMS]
@@ -411,6 +412,27 @@ def test_many_groups():
     gradients = normal(sum(rows), 16)
     out = poisoned(1024, 16, 24, FP32)
     assert_bits(wgrad(gradients, x, offsets_of(rows), out), wgrad_ref(gradients, x, rows), "wgrad")
+
+
+@pytest.mark.parametrize("token_major", [True, False])
+@pytest.mark.parametrize("groups", [256, 257, 1024])
+def test_wgrad_of_many_groups(groups, token_major):
+    """Row starts that run over the end of shared memory, where a smaller tile must be taken."""
+    rows = (torch.randint(0, 7, (groups,)) * 16).tolist()
+    gradients, inputs = normal(sum(rows), 264), normal(sum(rows), 72)
+    a, b = operands(gradients, inputs, token_major)
+    out = poisoned(groups, 264, 72, BF16)
+    expected = wgrad_ref(gradients, inputs, rows).to(BF16)
+    assert_bits(wgrad(a, b, offsets_of(rows), out, token_major), expected, "wgrad")
+    out = poisoned(groups, 256, 72, BF16)
+    got = wgrad(
+        gradients[:, :256].contiguous() if token_major else a[:256],
+        b,
+        offsets_of(rows),
+        out,
+        token_major,
+    )
+    assert_bits(got, expected[:, :256], "wgrad in pairs of blocks")
 
 
 def test_refusals():

@@ -1,8 +1,8 @@
 // Grouped BF16 GEMM of Hopper: y = x w_g^T or x w_g for the rows of each group.
 //
 // Features lie on the M side of the tensor core's instruction and tokens on its N side, so that a
-// group costs multiples of 16 rows. A block is persistent: one thread copies by TMA into a ring of
-// stages, two warpgroups multiply 64 * kBlocks features each by all tokens of the tile.
+// group costs multiples of 16 rows. A block is persistent: one warp copies by TMA into a ring of
+// stages, two warpgroups multiply 64 features each by all tokens of the tile.
 #pragma once
 
 #include <cstdint>
@@ -22,18 +22,17 @@ struct DenseMaps {
 
 // kTransposed: weights lie (K, N), features contiguous. The blocks of a cluster have neighbouring
 // features and the same tokens.
-template <int kBlocks_, int kTokens_, int kStages_, int kCluster_, bool kTransposed_>
+template <int kTokens_, int kStages_, int kCluster_, bool kTransposed_>
 struct DenseTile {
-  static constexpr int kBlocks = kBlocks_, kTokens = kTokens_, kStages = kStages_;
-  static constexpr int kCluster = kCluster_;
+  static constexpr int kTokens = kTokens_, kStages = kStages_, kCluster = kCluster_;
   static constexpr bool kTransposed = kTransposed_;
   static constexpr int kMinTokens = kTokens > 128 ? 48 : 16;  // smallest tile compiled
   static_assert(16 % (8 * kCluster) == 0, "a block copies whole groups of 8 rows");
-  static constexpr int kFeatures = 64 * kBlocks * kMultipliers;
+  static constexpr int kFeatures = 64 * kMultipliers;
   static constexpr int kTokenBytes = kTokens * 128, kWeightBytes = kFeatures * 128;
   static constexpr int kStageBytes = kTokenBytes + kWeightBytes;
   // Two buffers a warpgroup; 16 bytes more a row spread the rows over the banks.
-  static constexpr int kChunk = 32, kPitch = 128 * kBlocks + 16;
+  static constexpr int kChunk = 32, kPitch = 128 + 16;
   static constexpr int kStaging = 2 * kChunk * kPitch;
   static constexpr int kFixedBytes = kStages * kStageBytes + kMultipliers * kStaging +
                                      kMultipliers * kTokens * 4 + 2 * kStages * 8;
@@ -137,15 +136,23 @@ struct DenseItem {
     return {group, shared.row_start[group] + first, num_tokens, max(padded, Tile::kMinTokens),
             rest / tiles};
   }
+
+  // The same, in registers that a warp shares.
+  __device__ __forceinline__ DenseItem uniform() const {
+    return {warp_uniform(group), warp_uniform(first_token), warp_uniform(num_tokens),
+            warp_uniform(padded), warp_uniform(first_feature)};
+  }
 };
 
+// One warp calls: copies issued by one lane of a converged warp take a few instructions, by a
+// thread on its own a hundred cycles each.
 template <class Tile>
 SM90_FN void copy_tiles(const DenseMaps& maps, const DenseArgs& args,
                         const DenseShared<Tile>& shared, int num_items, int feature_tiles) {
   StageCursor<Tile::kStages> cursor(1);
   const int rank = cluster_rank<Tile::kCluster>();
   for (int i = blockIdx.x / Tile::kCluster; i < num_items; i += gridDim.x / Tile::kCluster) {
-    DenseItem item = DenseItem::find(shared, i, args.num_groups, feature_tiles);
+    DenseItem item = DenseItem::find(shared, i, args.num_groups, feature_tiles).uniform();
     item.first_feature = (item.first_feature * Tile::kCluster + rank) * Tile::kFeatures;
     const int num_rows = item.padded, share = num_rows / Tile::kCluster;
     const int weight = args.reversed ? args.num_groups - 1 - item.group : item.group;
@@ -154,38 +161,39 @@ SM90_FN void copy_tiles(const DenseMaps& maps, const DenseArgs& args,
       const uint32_t tokens = shared_address(shared.stages + cursor.stage * Tile::kStageBytes);
       const uint32_t weights = tokens + Tile::kTokenBytes;
       barrier_wait(shared.empty + 8 * cursor.stage, cursor.parity);
-      barrier_expect(full, num_rows * 128 + Tile::kWeightBytes);
-      if constexpr (Tile::kTransposed) {
+      if (elect_lane()) {
+        barrier_expect(full, num_rows * 128 + Tile::kWeightBytes);
+        if constexpr (Tile::kTransposed) {
 #pragma unroll
-        for (int n = 0; n < Tile::kFeatures; n += 64) {
-          tma_load(weights + n * 128, &maps.weights, item.first_feature + n, k, weight, full);
+          for (int n = 0; n < Tile::kFeatures; n += 64) {
+            tma_load(weights + n * 128, &maps.weights, item.first_feature + n, k, weight, full);
+          }
+        } else {
+          tma_load(weights, &maps.weights, k, item.first_feature, weight, full);
         }
-      } else {
-        tma_load(weights, &maps.weights, k, item.first_feature, weight, full);
-      }
-      int row = rank * share;
-      const int end = row + share;
+        int row = rank * share;
+        const int end = row + share;
 #pragma unroll
-      for (int box = kTokenBoxes - 1; box >= 0; --box) {
-        if ((8 << box) <= Tile::kTokens / Tile::kCluster && end - row >= (8 << box)) {
-          tma_load_all<Tile::kCluster>(tokens + row * 128, &maps.x[box], k, item.first_token + row,
-                                       full);
-          row += 8 << box;
+        for (int box = kTokenBoxes - 1; box >= 0; --box) {
+          if ((8 << box) <= Tile::kTokens / Tile::kCluster && end - row >= (8 << box)) {
+            tma_load_all<Tile::kCluster>(tokens + row * 128, &maps.x[box], k,
+                                         item.first_token + row, full);
+            row += 8 << box;
+          }
         }
       }
+      __syncwarp();
     }
   }
 }
 
-// Scales and bias of the features of a thread: rows lane / 4 and lane / 4 + 8 of every block.
-template <int kBlocks>
+// Scales and bias of the features of a thread: rows lane / 4 and lane / 4 + 8 of its warp.
 struct FeatureScales {
-  float scale[kBlocks][2], bias[kBlocks][2];
+  float scale[2], bias[2];
 };
 
 template <class Tile, int kTokens>
 struct DenseMultiplier {
-  static constexpr int kBlocks = Tile::kBlocks;
   const DenseArgs& args;
   const DenseShared<Tile>& shared;
   const int group_of_warps, lane, warp;
@@ -199,33 +207,27 @@ struct DenseMultiplier {
 
   __device__ __forceinline__ void sync() const { named_barrier_sync(1 + group_of_warps, 128); }
 
-  __device__ __forceinline__ void multiply(float (&acc)[kBlocks][kTokens / 2],
+  __device__ __forceinline__ void multiply(float (&acc)[kTokens / 2],
                                            StageCursor<Tile::kStages>& cursor) const {
     using Mma = Wgmma<__nv_bfloat16, kTokens>;
     constexpr int kStep = Tile::kTransposed ? 128 : 2;
 #pragma unroll
-    for (int m = 0; m < kBlocks; ++m) {
-#pragma unroll
-      for (int i = 0; i < kTokens / 2; ++i) acc[m][i] = 0.0f;
-    }
+    for (int i = 0; i < kTokens / 2; ++i) acc[i] = 0.0f;
     const uint32_t stages = shared_address(shared.stages);
-    const uint32_t weights0 = stages + Tile::kTokenBytes + group_of_warps * kBlocks * 8192;
+    const uint32_t weights0 = stages + Tile::kTokenBytes + group_of_warps * 8192;
     uint32_t previous = 0;
 #pragma unroll 1
     for (int k = 0; k < args.depth; k += kStageDepth) {
       const uint32_t offset = cursor.stage * Tile::kStageBytes;
+      const uint32_t weights = weights0 + offset;
+      const uint64_t a =
+          Tile::kTransposed ? descriptor_mn_major(weights, 8192) : descriptor_k_major(weights);
       const uint64_t b = descriptor_k_major(stages + offset);
       barrier_wait(shared.full + 8 * cursor.stage, cursor.parity);
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kStageDepth / 16; ++step) {
-#pragma unroll
-        for (int m = 0; m < kBlocks; ++m) {
-          const uint32_t address = weights0 + offset + m * 8192;
-          const uint64_t a =
-              Tile::kTransposed ? descriptor_mn_major(address, 8192) : descriptor_k_major(address);
-          Mma::template ss<Tile::kTransposed>(acc[m], a + kStep * step, b + 2 * step);
-        }
+        Mma::template ss<Tile::kTransposed>(acc, a + kStep * step, b + 2 * step);
       }
       wgmma_commit();
       wgmma_wait<1>();
@@ -234,14 +236,13 @@ struct DenseMultiplier {
       cursor.advance();
     }
     wgmma_wait<0>();
-#pragma unroll
-    for (int m = 0; m < kBlocks; ++m) hold(acc[m]);
+    hold(acc);
     release_stage<Tile::kCluster>(previous, lane);
   }
 
   // The scale of every token, and what the features of this thread bring.
-  __device__ __forceinline__ FeatureScales<kBlocks> load_scales(const DenseItem& item,
-                                                                float* token_scales) const {
+  __device__ __forceinline__ FeatureScales load_scales(const DenseItem& item,
+                                                       float* token_scales) const {
     const float group = args.group_scale && !args.col_scale
                             ? args.group_scale[item.group * args.group_stride]
                             : 1.0f;
@@ -249,14 +250,14 @@ struct DenseMultiplier {
       const int64_t row = static_cast<int64_t>(item.first_token + t) * args.row_stride;
       token_scales[t] = args.row_scale ? __fmul_rn(args.row_scale[row], group) : group;
     }
-    FeatureScales<kBlocks> features;
+    FeatureScales features;
 #pragma unroll
-    for (int i = 0; i < 2 * kBlocks; ++i) {
-      const int feature = item.first_feature + i / 2 * 64 + warp * 16 + lane / 4 + i % 2 * 8;
+    for (int i = 0; i < 2; ++i) {
+      const int feature = item.first_feature + warp * 16 + lane / 4 + i * 8;
       const int64_t at = static_cast<int64_t>(item.group) * args.num_cols + feature;
       const bool inside = feature < args.num_cols;
-      features.scale[i / 2][i % 2] = args.col_scale && inside ? args.col_scale[at] : 1.0f;
-      features.bias[i / 2][i % 2] = args.bias && inside ? args.bias[at] : 0.0f;
+      features.scale[i] = args.col_scale && inside ? args.col_scale[at] : 1.0f;
+      features.bias[i] = args.bias && inside ? args.bias[at] : 0.0f;
     }
     return features;
   }
@@ -274,10 +275,10 @@ struct DenseMultiplier {
   // Through shared memory, so that whole rows of features leave. A bulk copy for each row would
   // take 90 cycles: a warp issues them one lane at a time.
   template <bool kScaled>
-  __device__ __forceinline__ void write_bf16(const float (&acc)[kBlocks][kTokens / 2],
-                                             const DenseItem& item, const float* token_scales,
-                                             const FeatureScales<kBlocks>& features) const {
-    constexpr int kUnits = 8 * kBlocks;  // of 16 bytes, a row
+  __device__ __forceinline__ void write_bf16(const float (&acc)[kTokens / 2], const DenseItem& item,
+                                             const float* token_scales,
+                                             const FeatureScales& features) const {
+    constexpr int kUnits = 8;  // of 16 bytes, a row
     const int unit = threadIdx.x % kUnits, row = threadIdx.x % 128 / kUnits;
     const uint32_t staging = shared_address(shared.staging + group_of_warps * Tile::kStaging);
     const bool inside = item.first_feature + unit * 8 < args.num_cols;
@@ -289,24 +290,21 @@ struct DenseMultiplier {
       const uint32_t buffer = staging + chunk / Tile::kChunk % 2 * Tile::kChunk * Tile::kPitch;
 #pragma unroll
       for (int t = chunk; t < chunk + Tile::kChunk && t < kTokens; t += 16) {
+        uint32_t r[4];
 #pragma unroll
-        for (int m = 0; m < kBlocks; ++m) {
-          uint32_t r[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {  // halves of the features, then of the tokens
-            const float* a = &acc[m][t / 2 + i / 2 * 4 + i % 2 * 2];
-            float2 s = {1.0f, 1.0f};
-            if constexpr (kScaled) {
-              s = *reinterpret_cast<const float2*>(token_scales + t + i / 2 * 8 + lane % 4 * 2);
-            }
-            const float feature = features.scale[m][i % 2], bias = features.bias[m][i % 2];
-            r[i] = pack_bf16(value<kScaled>(a[0], s.x, feature, bias),
-                             value<kScaled>(a[1], s.y, feature, bias));
+        for (int i = 0; i < 4; ++i) {  // halves of the features, then of the tokens
+          const float* a = &acc[t / 2 + i / 2 * 4 + i % 2 * 2];
+          float2 s = {1.0f, 1.0f};
+          if constexpr (kScaled) {
+            s = *reinterpret_cast<const float2*>(token_scales + t + i / 2 * 8 + lane % 4 * 2);
           }
-          const int token = t - chunk + lane % 8 + lane / 16 * 8;
-          const int feature = m * 64 + warp * 16 + lane / 8 % 2 * 8;
-          store_matrices<true>(buffer + token * Tile::kPitch + feature * 2, r);
+          const float feature = features.scale[i % 2], bias = features.bias[i % 2];
+          r[i] = pack_bf16(value<kScaled>(a[0], s.x, feature, bias),
+                           value<kScaled>(a[1], s.y, feature, bias));
         }
+        const int token = t - chunk + lane % 8 + lane / 16 * 8;
+        const int feature = warp * 16 + lane / 8 % 2 * 8;
+        store_matrices<true>(buffer + token * Tile::kPitch + feature * 2, r);
       }
       sync();
 #pragma unroll
@@ -322,32 +320,28 @@ struct DenseMultiplier {
   }
 
   // Straight from the registers: eight features of a token fill a sector.
-  __device__ __forceinline__ void write_fp32(const float (&acc)[kBlocks][kTokens / 2],
-                                             const DenseItem& item, const float* token_scales,
-                                             const FeatureScales<kBlocks>& features) const {
+  __device__ __forceinline__ void write_fp32(const float (&acc)[kTokens / 2], const DenseItem& item,
+                                             const float* token_scales,
+                                             const FeatureScales& features) const {
     float* out = static_cast<float*>(args.out);
 #pragma unroll
-    for (int m = 0; m < kBlocks; ++m) {
-#pragma unroll
-      for (int i = 0; i < kTokens / 2; ++i) {
-        const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
-        const int feature = item.first_feature + m * 64 + warp * 16 + lane / 4 + i / 2 % 2 * 8;
-        if (token < item.num_tokens && feature < args.num_cols) {
-          out[static_cast<int64_t>(item.first_token + token) * args.num_cols + feature] =
-              value<true>(acc[m][i], token_scales[token], features.scale[m][i / 2 % 2],
-                          features.bias[m][i / 2 % 2]);
-        }
+    for (int i = 0; i < kTokens / 2; ++i) {
+      const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      const int half = i / 2 % 2, feature = item.first_feature + warp * 16 + lane / 4 + half * 8;
+      if (token < item.num_tokens && feature < args.num_cols) {
+        out[static_cast<int64_t>(item.first_token + token) * args.num_cols + feature] =
+            value<true>(acc[i], token_scales[token], features.scale[half], features.bias[half]);
       }
     }
   }
 
   __device__ __forceinline__ void run(const DenseItem& item,
                                       StageCursor<Tile::kStages>& cursor) const {
-    float acc[kBlocks][kTokens / 2];
+    float acc[kTokens / 2];
     multiply(acc, cursor);
     float* token_scales = shared.token_scales + group_of_warps * Tile::kTokens;
     const bool scaled = args.row_scale || args.group_scale || args.col_scale || args.bias;
-    FeatureScales<kBlocks> features = {};
+    FeatureScales features = {};
     if (scaled || args.fp32) {
       features = load_scales(item, token_scales);
       sync();
@@ -397,21 +391,20 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   constexpr int kClusterFeatures = Tile::kFeatures * Tile::kCluster;
   const int feature_tiles = (args.num_cols + kClusterFeatures - 1) / kClusterFeatures;
   const int num_items = warp_uniform(shared.tile_start[args.num_groups]) * feature_tiles;
-  if (threadIdx.x >= 128 * kMultipliers) {
+  const int warp = warp_uniform(threadIdx.x / 32);
+  if (warp >= 4 * kMultipliers) {
     shrink_registers<40>();
-    if (threadIdx.x == 128 * kMultipliers) {
+    if (warp == 4 * kMultipliers) {
       copy_tiles<Tile>(maps, args, shared, num_items, feature_tiles);
     }
   } else {
     grow_registers<232>();
     StageCursor<Tile::kStages> cursor(0);
-    const int wg = warp_uniform(threadIdx.x / 128);
+    const int wg = warp / 4;
     const int rank = cluster_rank<Tile::kCluster>();
     for (int i = blockIdx.x / Tile::kCluster; i < num_items; i += gridDim.x / Tile::kCluster) {
-      DenseItem item = DenseItem::find(shared, i, args.num_groups, feature_tiles);
-      item.padded = warp_uniform(item.padded);
-      item.first_feature = (item.first_feature * Tile::kCluster + rank) * Tile::kFeatures;
-      item.first_feature += wg * 64 * Tile::kBlocks;
+      DenseItem item = DenseItem::find(shared, i, args.num_groups, feature_tiles).uniform();
+      item.first_feature = (item.first_feature * Tile::kCluster + rank) * Tile::kFeatures + wg * 64;
       multiply_tile<Tile>(args, shared, wg, item, item.padded, cursor);
     }
   }

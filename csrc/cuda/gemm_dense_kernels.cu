@@ -31,15 +31,15 @@ template <bool kTransposed>
 cudaError_t choose(const DenseArgs& args, int num_sms, cudaStream_t stream) {
   constexpr int kSmallTokens = 64;
   if (args.num_rows <= int64_t{kSmallTokens} * args.num_groups) {
-    return launch<DenseTile<1, kSmallTokens, 8, 1, kTransposed>>(args, num_sms, stream);
+    return launch<DenseTile<kSmallTokens, 8, 1, kTransposed>>(args, num_sms, stream);
   }
   if constexpr (!kTransposed) {  // where x is read by many and weights by few, sharing x pays
     constexpr int kSharedTokens = 512;
     if (args.num_rows >= int64_t{kSharedTokens} * args.num_groups) {
-      return launch<DenseTile<1, 256, 4, 2, false>>(args, num_sms, stream);
+      return launch<DenseTile<256, 4, 2, false>>(args, num_sms, stream);
     }
   }
-  return launch<DenseTile<1, 256, 4, 1, kTransposed>>(args, num_sms, stream);
+  return launch<DenseTile<256, 4, 1, kTransposed>>(args, num_sms, stream);
 }
 
 }  // namespace

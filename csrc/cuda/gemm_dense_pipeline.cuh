@@ -11,7 +11,7 @@
 namespace megatron_nvfp4::cuda {
 
 constexpr int kStageDepth = 64;    // elements along the summed dimension: 128 bytes of BF16
-constexpr int kGemmThreads = 384;  // two warpgroups multiply, one thread of the third copies
+constexpr int kGemmThreads = 384;  // two warpgroups multiply, one warp of the third copies
 constexpr int kMultipliers = 2;    // of these warpgroups
 
 // Position in the ring; both sides walk through the same stages.
@@ -99,8 +99,8 @@ cudaError_t launch_persistent(void (*kernel)(Args...), int num_sms, int shared_b
 // The groups, costly ones first: items are dealt out in turn, and of unequal ones in any order some
 // block gets a tenth more than the others. All threads call; not for many groups, where it takes
 // longer than it gains.
-template <bool kSort>
-SM90_FN void sort_groups(const int* costs, int* order, int num_groups) {
+template <bool kSort, class Index>
+SM90_FN void sort_groups(const int* costs, Index* order, int num_groups) {
   constexpr int kMaxSorted = 256;
   for (int g = threadIdx.x; g < num_groups; g += kGemmThreads) {
     int rank = g;
@@ -111,7 +111,7 @@ SM90_FN void sort_groups(const int* costs, int* order, int num_groups) {
         rank += costs[h] > cost || (costs[h] == cost && h < g);
       }
     }
-    order[rank] = g;
+    order[rank] = static_cast<Index>(g);
   }
 }
 

@@ -1,124 +1,28 @@
 // Grouped BF16 weight gradient of Hopper: c_g = a_g^T b_g, or c_g += it, over the rows of a group.
 //
 // Rows of c lie on the M side of the tensor core's instruction: two warpgroups hold 64 rows each of
-// a tile of 128x256. A
-// group of 256 tokens is four stages deep, so what counts is the way out: through shared memory,
-// each warp its own 16 rows, so that every access to c is of whole lines. What c held is loaded
-// ahead into a window of registers, from before the tile runs.
+// a tile of 128x256. A group of 256 tokens is soon multiplied, so what counts is the way out:
+// through shared memory, each warp its own 16 rows, so that every access to c is of whole lines,
+// and of one warpgroup while the other multiplies. What c held is loaded ahead into a window of
+// registers, from before the tile runs.
 #pragma once
 
 #include <cstdint>
 
-#include "gemm_dense_pipeline.cuh"
-#include "gemm_wgrad.cuh"
+#include "gemm_wgrad_pipeline.cuh"
 #include "wgmma.cuh"
 
 namespace megatron_nvfp4::cuda {
 
-constexpr int kResultRows = 16, kResultCols = 64;  // box of a warp's rows of c
-
-struct WgradMaps {
-  CUtensorMap a, b;
-  CUtensorMap c;  // of all groups' results, where they lie evenly spaced
-};
-
-// kTokenMajor: a and b lie (M, N) and (M, K); otherwise (N, M) and (K, M).
-template <class Out_, bool kAccumulate_, bool kTokenMajor_>
-struct WgradTile {
-  using Out = Out_;
-  static constexpr bool kAccumulate = kAccumulate_, kTokenMajor = kTokenMajor_;
-  // BF16 as it leaves, a whole tile; otherwise FP32, 64 columns at a time.
-  static constexpr bool kStaged = sizeof(Out) == 2 && !kAccumulate;
-  static constexpr int kRows = 64 * kMultipliers, kCols = 256, kStages = 3;
-  static constexpr int kStageBytes = (kRows + kCols) * 128;
-  static constexpr int kChunk = 64;
-  static constexpr int kPitch = kStaged ? 2 * kCols + 16 : 4 * kChunk + 32;  // spreads the banks
-  static constexpr int kStagingBytes = kRows * kPitch;
-  static constexpr int shared_bytes(int num_groups) {
-    return 1024 + kStages * kStageBytes + kStagingBytes + 2 * kStages * 8 +
-           3 * (num_groups + 1) * 4;
-  }
-};
-
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-template <class Tile>
-struct WgradShared {
-  uint32_t stages, staging, full, empty;
-  int* row_start;
-  int* order;  // groups in the order of their items
-  int* num_tokens;
-
-  __device__ __forceinline__ WgradShared(uint8_t* raw, int num_groups) {
-    uint8_t* base =
-        reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
-    uint8_t* barriers = base + Tile::kStages * Tile::kStageBytes + Tile::kStagingBytes;
-    stages = shared_address(base);
-    staging = stages + Tile::kStages * Tile::kStageBytes;
-    full = shared_address(barriers);
-    empty = full + 8 * Tile::kStages;
-    row_start = reinterpret_cast<int*>(barriers + 16 * Tile::kStages);
-    order = row_start + num_groups + 1;
-    num_tokens = order + num_groups + 1;
-  }
-
-  // All threads call.
-  __device__ __forceinline__ void order_groups(const RowOffsets& offsets, int num_groups) const {
-    for (int g = threadIdx.x; g <= num_groups; g += kGemmThreads) row_start[g] = offsets[g];
-    __syncthreads();
-    for (int g = threadIdx.x; g < num_groups; g += kGemmThreads) {
-      num_tokens[g] = row_start[g + 1] - row_start[g];
-    }
-    __syncthreads();
-    // Accumulating is bound by the bytes of c: costly and cheap groups side by side share them
-    // better than in order.
-    sort_groups<!Tile::kAccumulate>(num_tokens, order, num_groups);
-  }
-};
-
-// One tile of one group's result.
-struct WgradItem {
-  int group, first_row, first_col, first_token, num_tokens;
-
-  template <class Tile>
-  __device__ __forceinline__ static WgradItem find(const WgradShared<Tile>& shared, int item,
-                                                   int row_tiles, int col_tiles) {
-    const int group = shared.order[item / (row_tiles * col_tiles)];
-    const int rest = item % (row_tiles * col_tiles);
-    const int begin = shared.row_start[group];
-    return {group, rest % row_tiles * Tile::kRows, rest / row_tiles * Tile::kCols, begin,
-            shared.num_tokens[group]};
-  }
-};
-
-template <class Tile>
-SM90_FN void copy_operands(const WgradMaps& maps, const WgradShared<Tile>& shared, int num_items,
-                           int row_tiles, int col_tiles) {
-  StageCursor<Tile::kStages> cursor(1);
-  for (int i = blockIdx.x; i < num_items; i += gridDim.x) {
-    const WgradItem item = WgradItem::find(shared, i, row_tiles, col_tiles);
-    for (int k = 0; k < item.num_tokens; k += kStageDepth, cursor.advance()) {
-      const uint32_t full = shared.full + 8 * cursor.stage;
-      const uint32_t a = shared.stages + cursor.stage * Tile::kStageBytes;
-      const uint32_t b = a + Tile::kRows * 128;
-      const int token = item.first_token + k;
-      barrier_wait(shared.empty + 8 * cursor.stage, cursor.parity);
-      barrier_expect(full, Tile::kStageBytes);
-      if constexpr (Tile::kTokenMajor) {
-#pragma unroll
-        for (int n = 0; n < Tile::kRows; n += 64) {
-          tma_load(a + n * 128, &maps.a, item.first_row + n, token, full);
-        }
-#pragma unroll
-        for (int n = 0; n < Tile::kCols; n += 64) {
-          tma_load(b + n * 128, &maps.b, item.first_col + n, token, full);
-        }
-      } else {
-        tma_load(a, &maps.a, token, item.first_row, full);
-        tma_load(b, &maps.b, token, item.first_col, full);
-      }
-    }
-  }
+SM90_FN void store_volatile(uint32_t address, int value) {
+  asm volatile("st.volatile.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+SM90_FN int load_volatile(uint32_t address) {
+  int value;
+  asm volatile("ld.volatile.shared.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
 }
 
 template <class Tile>
@@ -139,11 +43,11 @@ struct WgradMultiplier {
   __device__ __forceinline__ void clear_rest(uint32_t stage, int num_tokens) const {
     const int first = num_tokens * 8, last = (num_tokens + 15) / 16 * 16 * 8;  // 16-byte units
     constexpr int kBoxes = 1 + Tile::kCols / 64;
-    const uint32_t a = stage + wg * 8192, b = stage + Tile::kRows * 128;
+    const uint32_t a = stage + wg * Tile::kBlockBytes, b = stage + Tile::kABytes;
     for (int i = first + threadIdx.x % 128; i < last; i += 128) {
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
-        const uint32_t address = (box == 0 ? a : b + (box - 1) * 8192) + i * 16;
+        const uint32_t address = (box == 0 ? a : b + (box - 1) * Tile::kBlockBytes) + i * 16;
         asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
       }
     }
@@ -157,11 +61,11 @@ struct WgradMultiplier {
                                                  bool first) const {
     constexpr int kStep = Tile::kTokenMajor ? 128 : 2;
     const uint32_t stage = shared.stages + stage_index * Tile::kStageBytes;
-    const uint32_t a_address = stage + wg * 8192, b_address = stage + Tile::kRows * 128;
-    const uint64_t a =
-        Tile::kTokenMajor ? descriptor_mn_major(a_address, 8192) : descriptor_k_major(a_address);
-    const uint64_t b =
-        Tile::kTokenMajor ? descriptor_mn_major(b_address, 8192) : descriptor_k_major(b_address);
+    const uint32_t a_address = stage + wg * Tile::kBlockBytes, b_address = stage + Tile::kABytes;
+    const uint64_t a = Tile::kTokenMajor ? descriptor_mn_major(a_address, Tile::kBlockBytes)
+                                         : descriptor_k_major(a_address);
+    const uint64_t b = Tile::kTokenMajor ? descriptor_mn_major(b_address, Tile::kBlockBytes)
+                                         : descriptor_k_major(b_address);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -171,54 +75,75 @@ struct WgradMultiplier {
     wgmma_commit();
   }
 
+  // As multiply_stage, for the steps that num_tokens < kDepth fill.
+  template <int kSteps = 1>
+  __device__ __forceinline__ void multiply_rest(float (&acc)[kValues], int stage_index, bool first,
+                                                int num_tokens) const {
+    if constexpr (kSteps < Tile::kDepth / 16) {
+      if (num_tokens > kSteps * 16) {
+        multiply_rest<kSteps + 1>(acc, stage_index, first, num_tokens);
+        return;
+      }
+    }
+    multiply_stage<kSteps>(acc, stage_index, first);
+  }
+
   __device__ __forceinline__ void release(int stage) const {
-    release_stage<1>(shared.empty + 8 * stage, lane);
+    release_stage<Tile::kCluster>(shared.empty + 8 * stage, lane);
+  }
+
+  // Before a tile. `position` counts the stages of the block so far; the first warpgroup needs none
+  // that the second has yet to free, since the ring holds more than kLag.
+  __device__ __forceinline__ void keep_behind(int position, int num_stages) const {
+    static_assert(Tile::kLag < Tile::kStages, "the first warpgroup would wait for the second");
+    if constexpr (Tile::kLag > 0) {
+      if (wg == 0) return;
+      const int target = position + min(Tile::kLag, num_stages);
+      while (load_volatile(shared.progress) - target < 0) __nanosleep(20);
+    }
+  }
+  __device__ __forceinline__ void count_stage(int& position) const {
+    if constexpr (Tile::kLag > 0) {
+      ++position;
+      if (threadIdx.x == 0) store_volatile(shared.progress, position);
+    }
   }
 
   __device__ __forceinline__ void multiply(float (&acc)[kValues], int num_tokens,
-                                           StageCursor<Tile::kStages>& cursor) const {
+                                           StageCursor<Tile::kStages>& cursor,
+                                           int& position) const {
     int previous = -1;
+    keep_behind(position, (num_tokens + Tile::kDepth - 1) / Tile::kDepth);
 #pragma unroll 1
-    for (int k = 0; k < num_tokens / kStageDepth; ++k) {
+    for (int k = 0; k < num_tokens / Tile::kDepth; ++k) {
       barrier_wait(shared.full + 8 * cursor.stage, cursor.parity);
-      multiply_stage<4>(acc, cursor.stage, k == 0);
+      multiply_stage<Tile::kDepth / 16>(acc, cursor.stage, k == 0);
+      count_stage(position);
       wgmma_wait<1>();
       if (k > 0) release(previous);
       previous = cursor.stage;
       cursor.advance();
     }
-    const int rest = num_tokens % kStageDepth;
+    const int rest = num_tokens % Tile::kDepth;
     if (rest > 0) {
-      const bool first = num_tokens < kStageDepth;
       barrier_wait(shared.full + 8 * cursor.stage, cursor.parity);
       if (Tile::kTokenMajor && rest % 16) {
         clear_rest(shared.stages + cursor.stage * Tile::kStageBytes, rest);
       }
-      if (rest > 48) {
-        multiply_stage<4>(acc, cursor.stage, first);
-      } else if (rest > 32) {
-        multiply_stage<3>(acc, cursor.stage, first);
-      } else if (rest > 16) {
-        multiply_stage<2>(acc, cursor.stage, first);
-      } else {
-        multiply_stage<1>(acc, cursor.stage, first);
-      }
+      multiply_rest(acc, cursor.stage, num_tokens < Tile::kDepth, rest);
+      count_stage(position);
     }
     wgmma_wait<0>();
-    hold(acc);
     if (previous >= 0) release(previous);
     if (rest > 0) {
       release(cursor.stage);
       cursor.advance();
     }
-    if (num_tokens == 0) {
-#pragma unroll
-      for (int i = 0; i < kValues; ++i) acc[i] = 0.0f;
-    }
+    hold(acc);
   }
 
   __device__ __forceinline__ uint32_t warp_staging() const {
-    return shared.staging + (wg * 64 + warp * 16) * Tile::kPitch;
+    return shared.staging + (wg * 4 + warp) * Tile::kWarpStaging;
   }
 };
 
@@ -228,7 +153,7 @@ template <class Tile>
 struct WgradRows {
   using Out = typename Tile::Out;
   static constexpr int kUnit = 16 / sizeof(Out);
-  static constexpr int kChunk = Tile::kStaged ? Tile::kCols : Tile::kChunk;
+  static constexpr int kChunk = Tile::kChunk;
   static constexpr int kLanes = kChunk / kUnit;  // of a row
   static constexpr int kRowsAtOnce = 32 / kLanes, kSteps = 16 / kRowsAtOnce;
   static constexpr int kUnits = Tile::kCols / kChunk * kSteps, kWindow = kUnits < 12 ? kUnits : 12;
@@ -263,47 +188,60 @@ struct WgradRows {
     for (int i = 0; i < kWindow; ++i) load(i);
   }
 
-  // BF16, not accumulated, into evenly spaced results: the copies run on beside the next tile.
-  __device__ __forceinline__ static void write_mapped(const float (&acc)[Tile::kCols / 2],
-                                                      uint32_t staging, const CUtensorMap* map,
-                                                      int col, int row, int group, int lane) {
-    if (lane == 0) store_wait_read<0>();
-    __syncwarp();
+  __device__ __forceinline__ void write_zeros() const {
 #pragma unroll
-    for (int i = 0; i < Tile::kCols / 2; i += 8) {  // boxes of 16 rows of 128 bytes, swizzled
-      const uint32_t r[4] = {pack_bf16(acc[i], acc[i + 1]), pack_bf16(acc[i + 2], acc[i + 3]),
-                             pack_bf16(acc[i + 4], acc[i + 5]), pack_bf16(acc[i + 6], acc[i + 7])};
-      const int unit = ((i / 4 + lane / 16) % 8) ^ (lane % 8);
-      store_matrices<false>(staging + i / 32 * (kResultRows * 128) + lane % 16 * 128 + unit * 16,
-                            r);
-    }
-    fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) {
-#pragma unroll
-      for (int box = 0; box < Tile::kCols / kResultCols; ++box) {
-        tma_store(map, staging + box * kResultRows * 128, col + box * kResultCols, row, group);
-      }
-      store_commit();
+    for (int i = 0; i < kUnits; ++i) {
+      if (inside(i)) __stcs(address(i), uint4{});
     }
   }
 
-  // BF16, not accumulated: rounded on the way into shared memory.
-  __device__ __forceinline__ void write_rounded(const float (&acc)[Tile::kCols / 2],
-                                                uint32_t staging, int lane) const {
-    const uint32_t to = staging + lane % 16 * Tile::kPitch + lane / 16 * 16;
-    __syncwarp();  // the reads of the tile before
+  // BF16, not accumulated: columns chunk * 64 and on, rounded, into a box of 16 rows of 128 bytes,
+  // swizzled.
+  __device__ __forceinline__ static void stage_chunk(const float (&acc)[Tile::kCols / 2],
+                                                     uint32_t box, int chunk, int lane) {
 #pragma unroll
-    for (int i = 0; i < Tile::kCols / 2; i += 8) {  // acc[4j + 2h + c]: row half h, column 8j + ..
-      const uint32_t r[4] = {pack_bf16(acc[i], acc[i + 1]), pack_bf16(acc[i + 2], acc[i + 3]),
-                             pack_bf16(acc[i + 4], acc[i + 5]), pack_bf16(acc[i + 6], acc[i + 7])};
-      store_matrices<false>(to + i * 4, r);
+    for (int i = 0; i < 32; i += 8) {
+      const float* v = &acc[chunk * 32 + i];
+      const uint32_t r[4] = {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]),
+                             pack_bf16(v[6], v[7])};
+      store_matrices<false>(box + lane % 16 * 128 + ((i / 4 + lane / 16) ^ (lane % 8)) * 16, r);
     }
-    __syncwarp();
+  }
+
+  // Into evenly spaced results: the copies run on beside what follows.
+  __device__ __forceinline__ static void write_mapped(const float (&acc)[Tile::kCols / 2],
+                                                      uint32_t staging, const CUtensorMap* map,
+                                                      int col, int row, int group, int lane) {
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      const uint4 unit = load_shared(staging + (i * kRowsAtOnce + row) * Tile::kPitch + col * 2);
-      if (inside(i)) __stcs(address(i), unit);
+    for (int chunk = 0; chunk < Tile::kCols / kResultCols; ++chunk) {
+      const uint32_t box = staging + chunk % Tile::kBoxes * Tile::kBoxBytes;
+      if (chunk == 0) store_wait_read<0>();
+      if (chunk >= Tile::kBoxes) store_wait_read<Tile::kBoxes - 1>();
+      __syncwarp();
+      stage_chunk(acc, box, chunk, lane);
+      fence_async_proxy();
+      __syncwarp();
+      if (elect_lane()) {
+        tma_store(map, box, col + chunk * kResultCols, row, group);
+        store_commit();
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write_scattered(const float (&acc)[Tile::kCols / 2],
+                                                  uint32_t staging, int lane) const {
+#pragma unroll
+    for (int chunk = 0; chunk < Tile::kCols / kResultCols; ++chunk) {
+      const uint32_t box = staging + chunk % Tile::kBoxes * Tile::kBoxBytes;
+      __syncwarp();  // the reads of a chunk before
+      stage_chunk(acc, box, chunk, lane);
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const int r = i * kRowsAtOnce + row;
+        const uint4 unit = load_shared(box + r * 128 + ((col / kUnit) ^ (r % 8)) * 16);
+        if (inside(chunk * kSteps + i)) __stcs(address(chunk * kSteps + i), unit);
+      }
     }
   }
 
@@ -353,30 +291,41 @@ struct WgradRows {
   }
 };
 
+template <int kValues>
+SM90_FN void scale(const WgradArgs& args, int group, float (&acc)[kValues]) {
+  if (!args.group_scale) return;
+  const float s = args.group_scale[group * args.group_stride];
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) acc[i] = __fmul_rn(acc[i], s);
+}
+
 template <class Tile>
 SM90_FN void multiply_item(const WgradMaps& maps, const WgradArgs& args,
                            const WgradMultiplier<Tile>& multiplier,
                            float (&acc)[WgradMultiplier<Tile>::kValues], const WgradItem& item,
-                           StageCursor<Tile::kStages>& cursor) {
-  if (Tile::kAccumulate && item.num_tokens == 0) return;
-  WgradRows<Tile> rows(args, item, multiplier.wg, multiplier.warp, multiplier.lane);
-  if constexpr (Tile::kAccumulate) rows.load_window();
-  multiplier.multiply(acc, item.num_tokens, cursor);
-  if (args.group_scale) {
-    const float s = args.group_scale[item.group * args.group_stride];
-#pragma unroll
-    for (int i = 0; i < WgradMultiplier<Tile>::kValues; ++i) acc[i] = __fmul_rn(acc[i], s);
+                           StageCursor<Tile::kStages>& cursor, int& position) {
+  const int wg = multiplier.wg, warp = multiplier.warp, lane = multiplier.lane;
+  if (item.num_tokens == 0) {
+    if (!Tile::kAccumulate) WgradRows<Tile>(args, item, wg, warp, lane).write_zeros();
+    return;
   }
-  if (Tile::kStaged && args.mapped) {
-    const int row = item.first_row + multiplier.wg * 64 + multiplier.warp * 16;
-    const int group = args.reversed ? args.num_groups - 1 - item.group : item.group;
-    const uint32_t staging =
-        multiplier.shared.staging + (multiplier.wg * 4 + multiplier.warp) * 16 * Tile::kCols * 2;
-    rows.write_mapped(acc, staging, &maps.c, item.first_col, row, group, multiplier.lane);
-  } else if constexpr (Tile::kStaged) {
-    rows.write_rounded(acc, multiplier.warp_staging(), multiplier.lane);
+  const uint32_t staging = multiplier.warp_staging();
+  if constexpr (Tile::kStaged) {
+    multiplier.multiply(acc, item.num_tokens, cursor, position);
+    scale(args, item.group, acc);
+    if (args.mapped) {
+      const int group = args.reversed ? args.num_groups - 1 - item.group : item.group;
+      WgradRows<Tile>::write_mapped(acc, staging, &maps.c, item.first_col,
+                                    item.first_row + wg * 64 + warp * 16, group, lane);
+    } else {
+      WgradRows<Tile>(args, item, wg, warp, lane).write_scattered(acc, staging, lane);
+    }
   } else {
-    rows.write_summed(acc, multiplier.warp_staging(), multiplier.lane);
+    WgradRows<Tile> rows(args, item, wg, warp, lane);
+    if constexpr (Tile::kAccumulate) rows.load_window();
+    multiplier.multiply(acc, item.num_tokens, cursor, position);
+    scale(args, item.group, acc);
+    rows.write_summed(acc, staging, lane);
   }
 }
 
@@ -392,36 +341,35 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < Tile::kStages; ++i) {
       barrier_init(shared.full + 8 * i, 1);
-      barrier_init(shared.empty + 8 * i, 4 * kMultipliers);
+      barrier_init(shared.empty + 8 * i, 4 * kMultipliers * Tile::kCluster);
     }
+    store_volatile(shared.progress, 0);
     barrier_init_fence();
   }
   shared.order_groups(args.offsets, args.num_groups);
   __syncthreads();
-  const int row_tiles = (args.num_rows + Tile::kRows - 1) / Tile::kRows;
-  const int col_tiles = (args.num_cols + Tile::kCols - 1) / Tile::kCols;
-  const int num_items = args.num_groups * row_tiles * col_tiles;
-  if (threadIdx.x >= 128 * kMultipliers) {
+  cluster_sync<Tile::kCluster>();
+  const int warp = warp_uniform(threadIdx.x / 32);
+  if (warp >= 4 * kMultipliers) {
     shrink_registers<40>();
-    if (threadIdx.x == 128 * kMultipliers) {
-      copy_operands<Tile>(maps, shared, num_items, row_tiles, col_tiles);
-    }
+    if (warp == 4 * kMultipliers) copy_operands<Tile>(maps, args, shared);
   } else {
     grow_registers<232>();
     StageCursor<Tile::kStages> cursor(0);
-    const WgradMultiplier<Tile> multiplier(shared, warp_uniform(threadIdx.x / 128));
+    const WgradMultiplier<Tile> multiplier(shared, warp / 4);
     // The first product of a tile replaces these. Undefined, they would be kept from the start of
     // the kernel on, where registers are few, and spill.
     float acc[WgradMultiplier<Tile>::kValues];
 #pragma unroll
     for (int i = 0; i < WgradMultiplier<Tile>::kValues; ++i) acc[i] = 0.0f;
-    for (int i = blockIdx.x; i < num_items; i += gridDim.x) {
-      WgradItem item = WgradItem::find(shared, i, row_tiles, col_tiles);
-      item.num_tokens = warp_uniform(item.num_tokens);
-      multiply_item<Tile>(maps, args, multiplier, acc, item, cursor);
+    const int rank = cluster_rank<Tile::kCluster>();
+    int position = 0;
+    for (WgradItems<Tile> items(args); items.left(); items.advance()) {
+      multiply_item<Tile>(maps, args, multiplier, acc, items.item(shared, rank), cursor, position);
     }
     store_wait<0>();
   }
+  cluster_sync<Tile::kCluster>();  // nobody leaves while others copy into its memory
 #endif
 }
 
