@@ -39,11 +39,6 @@ TORCH_LIBRARY(megatron_nvfp4, m) {
   // int64 (8,): E2M1, reciprocal, divisions by 6, 1536 and 2688, hardware E4M3, hardware E2M1,
   // encoding scale.
   m.def("check_numerics_out(Tensor(a!) counts) -> ()");
-  // quant.swiglu.swiglu_quantize, CUDA only: gate_up BF16 (M, 2K), probs FP32 (M,). fast_math: by
-  // the hardware's exponential and reciprocal.
-  m.def(
-      "swiglu_quantize(Tensor gate_up, Tensor probs, int e4m3_max, bool fast_math) "
-      "-> (Tensor codes, Tensor block_scales, Tensor amax)");
   // quantize_nvfp4 without four-over-six, rounded stochastically: quant.random_bits under (seed,
   // offset).
   m.def(
@@ -128,4 +123,31 @@ TORCH_LIBRARY(megatron_nvfp4, m) {
   m.def(
       "blackwell_epilogue(Tensor acc, Tensor offsets, Tensor? row_scale, Tensor? group_scale, "
       "Tensor? bias, ScalarType out_dtype) -> Tensor");
+  // Rows of experts: quant.dispatch and quant.swiglu. index: int64 or int32 (M,), -1 for zeros;
+  // rows_of_token: int64 (T, top_k), -1 for a choice that was dropped. On CUDA neither is looked
+  // at.
+  m.def("gather_rows(Tensor x, Tensor index) -> Tensor");
+  m.def(
+      "gather_rows_nvfp4(Tensor codes, Tensor block_scales, Tensor amax, Tensor index) "
+      "-> (Tensor codes, Tensor block_scales, Tensor amax)");
+  m.def("gather_rows_amax(Tensor x, Tensor index) -> (Tensor rows, Tensor amax)");
+  m.def("combine_rows(Tensor rows, Tensor rows_of_token, Tensor? weights) -> Tensor");
+  m.def(
+      "combine_rows_backward(Tensor grad, Tensor rows, Tensor rows_of_token, Tensor weights, "
+      "Tensor token_of_row) -> (Tensor grad_rows, Tensor grad_weights)");
+  // chosen: experts (T, top_k), or a bool map (T, E), of which a token's first top_k are taken.
+  m.def(
+      "route(Tensor chosen, int num_experts, int multiple, int top_k) "
+      "-> (Tensor token_of_row, Tensor slot_of_row, Tensor rows_of_token, Tensor offsets)");
+  // Gated activations of h BF16 (M, 2F), kind 0 (swiglu), 1 (geglu) or 2 (quick_geglu), times probs
+  // FP32 (M,). Without probs, grad_probs is empty; y is, unless it is kept. fast_math: by the GPU's
+  // exponential and reciprocal.
+  m.def("weighted_activation(Tensor h, Tensor? probs, int kind) -> Tensor");
+  m.def(
+      "weighted_activation_backward(Tensor grad_y, Tensor h, Tensor? probs, int kind) "
+      "-> (Tensor grad_h, Tensor grad_probs)");
+  m.def(
+      "weighted_activation_quantize(Tensor h, Tensor? probs, int kind, int e4m3_max, "
+      "bool fast_math, bool keep) "
+      "-> (Tensor codes, Tensor block_scales, Tensor amax, Tensor y)");
 }

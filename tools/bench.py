@@ -30,7 +30,7 @@ FAST = NVFP4Spec(outer="token", four_over_six="mse", error="fast")
 STRICT = NVFP4Spec(outer="token", four_over_six="mae", error="strict")
 SWIGLU_SHAPE = (32768, 768)
 SWIGLU_OPS = ("swiglu portable", "swiglu fast math")
-KINDS = ("quantize", "quantize-cpu", "gemm", "module", "convert", "rl")
+KINDS = ("quantize", "quantize-cpu", "gemm", "module", "moe_ops", "moe_layer", "convert", "rl")
 CACHE_BYTES = 400 << 20  # several times the L2
 FIELDS = (
     "gpu",
@@ -337,6 +337,14 @@ def chosen(
         import bench_peers
 
         return FIELDS + bench_peers.FIELDS, bench_peers.rows(args.only)
+    if args.what == "moe_ops":
+        import bench_moe
+
+        return bench_moe.FIELDS, bench_moe.rows(args.only)
+    if args.what == "moe_layer":
+        import bench_moe_layer
+
+        return bench_moe_layer.FIELDS, bench_moe_layer.rows(args.only)
     if args.what in ("gemm", "module"):
         import bench_gemm
 
@@ -350,7 +358,14 @@ def chosen(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    if sys.argv[1:2] == ["learner"]:  # processes and options of its own
+        import bench_learner
+
+        sys.exit(bench_learner.main(sys.argv[2:]))
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog="`bench.py learner` measures complete Megatron updates; it has its own --help",
+    )
     parser.add_argument("what", choices=KINDS, help="which kernels")
     parser.add_argument("--only", default="", help="only cases whose op contains this text")
     parser.add_argument("--csv", type=Path, help="file to write; standard output has it anyway")

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "../moe_gate.h"
 #include "../numerics.h"
 
 namespace megatron_nvfp4::cuda {
@@ -18,7 +19,7 @@ enum class AmaxSource : int { kSelf, kRow, kTensor, kGroup };
 
 // All matrices are contiguous and 16-byte aligned; optional ones are null.
 struct QuantizeArgs {
-  const void* x;  // (num_rows, num_cols), num_cols a multiple of 16; for swiglu_quantize gate | up
+  const void* x;  // (num_rows, num_cols), num_cols a multiple of 16
   InputType type;
   int64_t num_rows;
   int num_cols;
@@ -35,7 +36,8 @@ struct QuantizeArgs {
   uint8_t* codes_t;         // (num_cols, num_rows / 2), 16x16 blocks only
   uint8_t* block_scales_t;  // (num_cols, num_rows / 16), swizzled as block_scales
   void* decoded;            // BF16 (num_rows, num_cols), 1x16 blocks only
-  const float* probs;       // (num_rows,), of swiglu_quantize
+  const float* probs;       // (num_rows,), of weighted_activation_quantize; null: no factor
+  void* kept;               // of the same: its product, BF16 (num_rows, num_cols)
 };
 
 // Widest row whose amax quantize_rows can find itself.
@@ -48,12 +50,13 @@ cudaError_t quantize_rows(const QuantizeArgs& args, cudaStream_t stream);
 // of a group whose rows are not whole tiles are set to NaN.
 cudaError_t quantize_tiles(const QuantizeArgs& args, cudaStream_t stream);
 
-// Widest product that swiglu_quantize takes: a row is held on chip.
-constexpr int kMaxSwiGluCols = 384 * 2 * kBlock;
+// Widest product that weighted_activation_quantize takes: a row is held on chip.
+constexpr int kMaxActivationCols = 384 * 2 * kBlock;
 
-// 1x16 blocks of swiglu(x) * probs, BF16, per token: x is (num_rows, 2 * num_cols). fast_math takes
-// the hardware's exponential and reciprocal.
-cudaError_t swiglu_quantize(const QuantizeArgs& args, bool fast_math, cudaStream_t stream);
+// 1x16 blocks of act(gate) * up * probs, BF16, per token: x is (num_rows, 2 * num_cols), gate | up.
+// fast_math takes the hardware's exponential and reciprocal where there is such a variant.
+cudaError_t weighted_activation_quantize(const QuantizeArgs& args, Gate kind, bool fast_math,
+                                         cudaStream_t stream);
 
 // Fills args.amax for its source: of every row, of the tensor, of every group (0 if it is empty).
 // NaN does not take part. Deterministic: maxima do not depend on order.

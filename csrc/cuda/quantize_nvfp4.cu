@@ -189,47 +189,6 @@ std::tuple<Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& input,
   return {codes, scales, amax};
 }
 
-std::tuple<Tensor, Tensor, Tensor> swiglu_quantize_op(const Tensor& input,
-                                                      const Tensor& probs_given, int64_t e4m3_max,
-                                                      bool fast_math) {
-  TORCH_CHECK_VALUE(
-      input.dim() == 2 && input.size(1) % (2 * kBlock) == 0 && input.scalar_type() == at::kBFloat16,
-      "swiglu_quantize: gate_up is ", input.scalar_type(), " ", input.sizes(),
-      "; give BF16 (M, 2K), K a multiple of 16");
-  const int64_t num_rows = input.size(0), num_cols = input.size(1) / 2;
-  TORCH_CHECK_VALUE(num_cols <= kMaxSwiGluCols, "swiglu_quantize: K=", num_cols, " exceeds ",
-                    kMaxSwiGluCols, "; quantise the activation by itself");
-  TORCH_CHECK_VALUE(
-      probs_given.sizes() == at::IntArrayRef{num_rows} && probs_given.scalar_type() == at::kFloat &&
-          probs_given.device() == input.device(),
-      "swiglu_quantize: probs are ", probs_given.scalar_type(), " ", probs_given.sizes(), " on ",
-      probs_given.device(), "; give float32 (", num_rows, ",) on ", input.device());
-  TORCH_CHECK_VALUE(e4m3_max == 448 || e4m3_max == 256, "swiglu_quantize: e4m3_max=", e4m3_max,
-                    "; give 448 or 256");
-  const c10::cuda::CUDAGuard guard(input.device());
-  Tensor x = input.contiguous();
-  if (reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16) x = x.clone();
-  const Tensor probs = probs_given.contiguous();
-  Tensor codes = at::empty({num_rows, num_cols / 2}, x.options().dtype(at::kByte));
-  Tensor scales = at::empty({num_rows, num_cols / kBlock}, x.options().dtype(at::kFloat8_e4m3fn));
-  Tensor amax = at::empty({num_rows}, x.options().dtype(at::kFloat));
-  if (num_cols == 0) amax.zero_();
-  if (num_rows == 0 || num_cols == 0) return {codes, scales, amax};
-  QuantizeArgs args{};
-  args.x = x.const_data_ptr();
-  args.type = InputType::kBFloat16;
-  args.num_rows = num_rows;
-  args.num_cols = static_cast<int>(num_cols);
-  args.codes = static_cast<uint8_t*>(codes.mutable_data_ptr());
-  args.block_scales = static_cast<uint8_t*>(scales.mutable_data_ptr());
-  args.amax = amax.mutable_data_ptr<float>();
-  args.source = AmaxSource::kSelf;
-  args.e4m3_max = static_cast<int>(e4m3_max);
-  args.probs = probs.const_data_ptr<float>();
-  C10_CUDA_CHECK(swiglu_quantize(args, fast_math, c10::cuda::getCurrentCUDAStream()));
-  return {codes, scales, amax};
-}
-
 void check_numerics_out(const Tensor& counts) {
   TORCH_CHECK_VALUE(counts.numel() == kNumericsChecks && counts.scalar_type() == at::kLong &&
                         counts.is_contiguous(),
@@ -245,7 +204,6 @@ void check_numerics_out(const Tensor& counts) {
 TORCH_LIBRARY_IMPL(megatron_nvfp4, CUDA, m) {
   m.impl("quantize_nvfp4", &quantize_nvfp4);
   m.impl("quantize_nvfp4_out", &quantize_nvfp4_out);
-  m.impl("swiglu_quantize", &swiglu_quantize_op);
   m.impl("check_numerics_out", &check_numerics_out);
 }
 

@@ -144,6 +144,14 @@ __device__ __noinline__ uint32_t encode_again(const QuantizeArgs& args, Place at
   return scale_word;
 }
 
+// What a source has computed, a block of 16-bit words.
+template <class T>
+NVFP4_DEVICE void keep_block(const QuantizeArgs& args, int64_t block, const Words<T>& words) {
+  uint4* to = static_cast<uint4*>(args.kept) + block * 2;
+  to[0] = {words.w[0], words.w[1], words.w[2], words.w[3]};
+  to[1] = {words.w[4], words.w[5], words.w[6], words.w[7]};
+}
+
 template <class T, class C, class Cut, class Source>
 __global__ void __launch_bounds__(RowsConfig<T, C, Source>::kMaxThreads,
                                   RowsConfig<T, C, Source>::kMinCtas)
@@ -174,6 +182,11 @@ __global__ void __launch_bounds__(RowsConfig<T, C, Source>::kMaxThreads,
   for (int j = 0; j < kBlocks; ++j) {
     words[j] = Source::finish(source_row, raw[j]);
     block_amax[j] = T::amax(words[j].w);
+    if constexpr (Source::kComputes) {
+      const bool valid = Cut::kWhole || at.first + j * kLanes < at.num_blocks;
+      if (args.kept && at.inside && valid)
+        keep_block<T>(args, at.first_of_all + j * kLanes, words[j]);
+    }
   }
   if (args.source == AmaxSource::kSelf) {
     amax = block_amax[0];

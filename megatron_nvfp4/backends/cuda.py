@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megatron_nvfp4.quant import QuantizedTensor
 from megatron_nvfp4.quant.layout import dense_offsets, swizzled_shape
-from megatron_nvfp4.quant.swiglu import TOKEN, check_spec
+from megatron_nvfp4.quant.swiglu import TOKEN, check_swiglu
 from megatron_nvfp4.recipes import BF16, FORWARD, MXFP8, Format, NVFP4Spec
 
-from . import Matrices, Operand, cuda_gemm, extension, ops
+from . import Matrices, Operand, cuda_gemm, dispatch, extension, ops
 from .reference import ReferenceBackend, contraction_fault
 
 # What check_numerics compares, in the order of the operator's counts.
@@ -212,9 +212,8 @@ def swiglu_quantize(
     bits; on the H200 they give the definition's for every finite gate.
     Raises ValueError for what the definition refuses and for a wider K.
     """
-    check_spec(spec)
-    parts = _ops().swiglu_quantize(gate_up, probs, spec.e4m3_max, fast_math)
-    return QuantizedTensor(*parts, spec)
+    check_swiglu(gate_up)
+    return dispatch.weighted_activation_quantize(gate_up, probs, spec, fast_math=fast_math)[1]
 
 
 def check_numerics(device: torch.device | str = "cuda") -> dict[str, int]:
@@ -233,17 +232,7 @@ def _ops():
     extension.load()
     for name in ("quantize_nvfp4_out", "check_numerics_out"):
         torch.library.register_fake(f"megatron_nvfp4::{name}", lambda *args, **kwargs: None)
-    torch.library.register_fake("megatron_nvfp4::swiglu_quantize", _fake_swiglu_quantize)
     return torch.ops.megatron_nvfp4
-
-
-def _fake_swiglu_quantize(gate_up, probs, e4m3_max, fast_math):
-    num_rows, num_cols = gate_up.shape[0], gate_up.shape[1] // 2
-    return (
-        gate_up.new_empty(num_rows, num_cols // 2, dtype=torch.uint8),
-        gate_up.new_empty(num_rows, num_cols // 16, dtype=torch.float8_e4m3fn),
-        gate_up.new_empty(num_rows, dtype=torch.float32),
-    )
 
 
 BACKEND = CudaBackend()
