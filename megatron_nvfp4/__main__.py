@@ -7,8 +7,11 @@ import argparse
 import dis
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from megatron_nvfp4 import __version__
 
@@ -22,6 +25,7 @@ VERBS = (
     "verify-checkpoint",
     "pretrain",
     "run",
+    "profile",
 )
 # Verb: the module that declares its arguments and runs it, and what it is for.
 CHECKPOINT_VERBS = {
@@ -39,14 +43,16 @@ CHECKPOINT_VERBS = {
         "check an NVFP4 checkpoint before a sampler loads it",
     ),
 }
-# Everything behind these belongs to Megatron, --help included, so argparse never sees it.
-LAUNCHERS = ("pretrain", "run")
+# Everything behind these belongs to Megatron, --help included, so argparse never sees it; of
+# profile's words, those behind a bare --.
+LAUNCHERS = ("pretrain", "run", "profile")
 RUN_USAGE = "usage: python -m megatron_nvfp4 run SCRIPT [arguments of the script ...]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit status: 0 done, 1 a check found a fault, 2 wrong use.
 
+    130 and 143 say that SIGINT or SIGTERM stopped it; those of training are Megatron's to handle.
     argv: the words behind the program's name; None takes sys.argv's.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -60,20 +66,58 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(call: Callable[[], int], *, verbose: bool = False) -> int:
     """The call's exit status; a refusal is one line and status 2, or its traceback if verbose."""
+    with _stop_signals() as received:
+        try:
+            status = call()
+            sys.stdout.flush()
+            return status
+        except BaseException as error:
+            if received:  # whatever else the code in between made of it
+                return _stopped(received[0])
+            if isinstance(error, BrokenPipeError):
+                # `... | head`: nobody reads on, and the exit must not write again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return 1
+            refused = isinstance(error, ValueError | RuntimeError | ModuleNotFoundError | OSError)
+            if verbose or not refused:
+                raise
+            return _report(error)
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM end the block by a KeyboardInterrupt, and stand in the list; a second one kills."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # signals are the main thread's
+        return
+
+    def stop(number: int, frame: object) -> None:
+        received.append(number)
+        for each in former:
+            signal.signal(each, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # What the caller ignores stays ignored, as under nohup.
+    former = {number: handler for number, handler in former.items() if handler != signal.SIG_IGN}
+    for number in former:
+        signal.signal(number, stop)
     try:
-        status = call()
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # `... | head`: nobody reads on, and the exit must not write again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (ValueError, RuntimeError, ModuleNotFoundError, OSError) as error:
-        if verbose:
-            raise
-        return _report(error)
+        yield received
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _report(error: Exception) -> int:
+def _stopped(number: int) -> int:
+    """One line, and the status by which a shell knows the signal."""
+    name = signal.Signals(number).name
+    print(f"error: stopped by {name}; no unfinished output is left", file=sys.stderr)
+    return 128 + number
+
+
+def _report(error: BaseException) -> int:
     print(f"error: {error}", file=sys.stderr)
     return 2
 
@@ -84,9 +128,12 @@ def _launch(verb: str, argv: list[str]) -> int:
         print(RUN_USAGE, file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     try:
+        from megatron_nvfp4.cli.profile import main as profile
         from megatron_nvfp4.mcore.launcher import pretrain, run
 
-        if verb == "run":
+        if verb == "profile":
+            profile(argv)
+        elif verb == "run":
             run(argv[0], argv[1:])
         else:
             pretrain(argv)
@@ -154,6 +201,7 @@ def _parser() -> argparse.ArgumentParser:
         verbs.add_parser(verb, add_help=False, help=purpose)
     verbs.add_parser("pretrain", add_help=False, help="train a GPT; all flags are Megatron's")
     verbs.add_parser("run", add_help=False, help="run a script of a Megatron-LM checkout")
+    verbs.add_parser("profile", add_help=False, help="say where the time of a Megatron run goes")
     return parser
 
 

@@ -50,7 +50,7 @@ BUILDABLE["nvfp4_per_token+bypass"] = RECIPES["nvfp4_per_token"].with_bypass()
 # What torch.manual_seed gets before a layer's call, and what the layer then draws from the generator.
 SEED = 1234
 DRAWN = int(torch.randint(2**63 - 1, (), generator=torch.Generator().manual_seed(SEED)))
-# The `offset` of the random bits of the output gradient's two forms (modules/autograd.py).
+# The `offset` of the random bits of the output gradient's two forms (modules/matmul.py).
 DGRAD_LEFT, WGRAD_LEFT = 2, 4
 
 

@@ -47,7 +47,8 @@ def _write(folder: Path, kind: str, *, fused: bool = False, tags: bool = False, 
     if tags:
         start = 1
         for name, shape in shapes.items():
-            weights[name] = torch.arange(start, start + weights[name].numel()).view(shape)
+            values = torch.arange(start, start + weights[name].numel())
+            weights[name] = values.view(shape).double()
             start += weights[name].numel()
     for name, source in copies(arch, hf_names=names).items():
         weights[name] = weights[source].clone()
@@ -276,7 +277,7 @@ Q_PROJ = "model.layers.2.self_attn.q_proj.weight"
         (
             "deepseek_v3",
             {"model.layers.4.shared_head.head.weight": torch.ones(250, 64)},
-            "shared_head.head.weight: differs from lm_head.weight; Megatron's prediction layers",
+            "shared_head.head.weight: differs from lm_head.weight, and Megatron's prediction layers",
         ),
         (
             "deepseek_v3",

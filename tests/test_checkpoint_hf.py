@@ -9,7 +9,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
 
-from megatron_nvfp4.checkpoint import hf  # noqa: E402
+from megatron_nvfp4.checkpoint import safetensors_file, stored_tensor  # noqa: E402
+from megatron_nvfp4.checkpoint.atomic import bytes_of  # noqa: E402
 from megatron_nvfp4.checkpoint.hf import INDEX, HFReader, HFWriter  # noqa: E402
 from megatron_nvfp4.checkpoint.progress import Progress  # noqa: E402
 
@@ -48,7 +49,7 @@ def _write(folder, tensors, **options):
 def _same_bits(a, b) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    return bytes(hf.bytes_of(a.contiguous())) == bytes(hf.bytes_of(b.contiguous()))
+    return bytes(bytes_of(a.contiguous())) == bytes(bytes_of(b.contiguous()))
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def sharded(tmp_path):
 @pytest.mark.parametrize("max_shard_bytes", [5e9, 60_000, 1])
 def test_every_dtype_and_shape_comes_back(tmp_path, monkeypatch, buffer, max_shard_bytes):
     # Prevents: bits changed or lost by sharding, by headers of unknown size, by odd shapes.
-    monkeypatch.setattr(hf, "_BUFFER", buffer)
+    monkeypatch.setattr(safetensors_file, "_BUFFER", buffer)
     tensors = _tensors()
     folder = _write(tmp_path / "model", tensors, max_shard_bytes=max_shard_bytes)
     reader = HFReader(folder)
@@ -89,7 +90,7 @@ def test_every_dtype_and_shape_comes_back(tmp_path, monkeypatch, buffer, max_sha
 @pytest.mark.parametrize("buffer", [0, 1 << 25])
 def test_the_safetensors_library_reads_what_is_written(tmp_path, monkeypatch, buffer):
     # Prevents: files that only we can read.
-    monkeypatch.setattr(hf, "_BUFFER", buffer)
+    monkeypatch.setattr(safetensors_file, "_BUFFER", buffer)
     tensors = _tensors()
     del tensors["e.e8m0"]  # not known to every release of the library
     folder = _write(tmp_path / "model", tensors, max_shard_bytes=60_000)
@@ -147,7 +148,7 @@ def test_config_metadata_and_other_files_are_written(tmp_path):
 def test_data_starts_where_readers_may_map_it(tmp_path, monkeypatch, size):
     # Prevents: tensors at odd addresses, which some readers refuse and others copy.
     for buffer in (0, 1 << 25):
-        monkeypatch.setattr(hf, "_BUFFER", buffer)
+        monkeypatch.setattr(safetensors_file, "_BUFFER", buffer)
         folder = _write(tmp_path / f"{buffer}", {"n" * size: torch.ones(4)})
         data = (folder / "model.safetensors").read_bytes()
         assert int.from_bytes(data[:8], "little") % 8 == 0
@@ -156,7 +157,7 @@ def test_data_starts_where_readers_may_map_it(tmp_path, monkeypatch, size):
 
 def test_a_header_too_long_for_its_room_opens_a_shard(tmp_path, monkeypatch):
     # Prevents: a header that runs over the tensors behind it.
-    monkeypatch.setattr(hf, "_BUFFER", 0)
+    monkeypatch.setattr(safetensors_file, "_BUFFER", 0)
     tensors = {f"{'x' * 400}{i}": torch.tensor([i]) for i in range(400)}
     folder = _write(tmp_path / "model", tensors, max_shard_bytes=1e6)
     assert len(list(folder.glob("*.safetensors"))) > 1
@@ -237,7 +238,7 @@ def test_many_results_at_once_do_not_exhaust_files(tmp_path):
     reader = HFReader(folder)
     num_open = len(os.listdir("/proc/self/fd"))
     held = [reader.read("w") for _ in range(400)]
-    assert len(os.listdir("/proc/self/fd")) - num_open <= hf._MAX_MAPPINGS
+    assert len(os.listdir("/proc/self/fd")) - num_open <= stored_tensor._MAX_MAPPINGS
     assert all(torch.equal(tensor, held[0]) for tensor in held)
     del held
     assert len(os.listdir("/proc/self/fd")) == num_open
@@ -334,7 +335,7 @@ def test_a_tensor_in_two_shards_is_refused(sharded):
             lambda h: h["a.weight"].update(shape=[96, 34]),
             r"a\.weight: 6336 bytes are not BF16 \[96, 34\]",
         ),
-        (lambda h: h["a.weight"].update(dtype="F4"), r"a\.weight: dtype 'F4'; known are"),
+        (lambda h: h["a.weight"].update(dtype="F4"), r"a\.weight: dtype 'F4' is unknown; cast"),
         (
             lambda h: h["a.weight"].update(shape=[-96, -33]),
             r"a\.weight: its header entry is damaged",

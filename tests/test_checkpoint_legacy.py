@@ -328,7 +328,7 @@ def test_parts_that_differ_are_refused(tmp_path):
         LegacyReader(tmp_path)
     (tmp_path / "mp_rank_00_000").mkdir()
     torch.save({"model": {}}, tmp_path / "mp_rank_00_000" / "model_optim_rng.pt")
-    with pytest.raises(ValueError, match="rank folders of two different runs"):
+    with pytest.raises(ValueError, match="rank folders of two runs"):
         LegacyReader(tmp_path)
 
 
@@ -371,10 +371,6 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path, sizes, part):
         (lambda w: w.write("w", torch.ones(4), "columns"), "cannot be cut by columns into 2"),
         (lambda w: [w.write("w", torch.ones(1)) for _ in range(2)], "w: written twice"),
         (lambda w: w.write("decoder.layers.4.w", torch.ones(1)), "layer 4 of 4"),
-        (
-            lambda w: w.write("w", torch.ones(1).to(torch.float8_e4m3fn)),
-            "float8_e4m3fn has no storage",
-        ),
         (lambda w: w.write("decoder.layers.1.w", torch.ones(1)), r"layers \[0, 2, 3\] were never"),
     ],
 )

@@ -1,7 +1,11 @@
 """Converted checkpoints in Megatron itself: its logits are the Hugging Face model's, its files load."""
 
 import dataclasses
+import logging
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,9 +24,11 @@ from megatron_runs import (
 from megatron_nvfp4.checkpoint import convert
 from megatron_nvfp4.checkpoint.arguments import megatron_arguments
 from megatron_nvfp4.checkpoint.as_megatron import ParametersOfHF
+from megatron_nvfp4.checkpoint.dcp import TorchDistReader, TorchDistWriter
 from megatron_nvfp4.checkpoint.hf import HFReader
 from megatron_nvfp4.checkpoint.names import from_local_name
 from megatron_nvfp4.checkpoint.plan import Architecture, copies, hf_tensors
+from megatron_nvfp4.modules import base
 
 require_megatron()
 KINDS = (
@@ -178,18 +184,46 @@ def check_plain_qkv_order_is_caught(folder):
     assert _difference(model, folder, "qwen3") > 1000 * TOLERANCE
 
 
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What is logged meanwhile, by whomever, as a warning or worse."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger().addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
 def _check_loads(kind: str, model, hf: Path, out: Path) -> None:
-    """Megatron loads `hf`, converted to `out`, with nothing left over, and every value is right."""
+    """Megatron loads `hf`, converted to `out`, with nothing left over, no word, and every value right."""
     from megatron.core import dist_checkpointing
     from megatron_small import sharded
 
     convert.megatron_from_hf(hf, out)
     entries = {"model": sharded(model)}
-    state, missing, unexpected = dist_checkpointing.load(
-        entries, str(out / "release"), strict="return_all"
-    )
+    base._warned.clear()
+    with _warnings() as said:
+        state, missing, unexpected = dist_checkpointing.load(
+            entries, str(out / "release"), strict="return_all"
+        )
+        # Neither Transformer Engine nor our layers keep attention's state in such a checkpoint.
+        for name in model.state_dict():
+            if name.endswith("core_attention._extra_state"):
+                state["model"].setdefault(name, None)
+        model.load_state_dict(state["model"])
+    assert said == [], (kind, said)
     assert (missing, unexpected) == (set(), set()), kind
-    model.load_state_dict(state["model"])
+    states = [
+        value
+        for name, value in state["model"].items()
+        if "_extra_state" in name and "core_attention" not in name and "output_layer" not in name
+    ]
+    assert states
+    for found in states:
+        assert (found.dtype, found.numel()) == (torch.uint8, 0), (kind, found)
     weights = ParametersOfHF(HFReader(hf), vocab_size_padded=256)
     expected = {parameter.key: weights.read(parameter) for parameter in weights.parameters}
     found = {
@@ -236,6 +270,52 @@ def check_what_megatron_saves_comes_back(folder):
                     assert torch.equal(found.read(tensor), expected.read(tensor)), (out, tensor)
 
 
+def check_written_single_experts_load(folder):
+    """Prevents: the third layout, a key an expert and gate and up apart, that only our reader can read."""
+    from megatron.core import dist_checkpointing, parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {"dp_cp_group": group, "singleton_local_shards": True}
+    for kind in ("qwen3_moe", "qwen2_moe"):
+        hf, out = folder / f"{kind}.random", folder / f"{kind}.written_single"
+        model = _model(kind, "minite", vocab_size=250)
+        entries = model.sharded_state_dict(metadata=metadata)
+        weights = ParametersOfHF(HFReader(hf))
+        with TorchDistWriter(
+            out,
+            common={"content_metadata": {"singleton_local_shards": True}},
+            num_layers=weights.arch.num_layers,
+            num_experts=weights.arch.experts.num_experts,
+        ) as writer:
+            for parameter in weights.parameters:
+                for key, tensor in _single(parameter.key, weights.read(parameter), parameter.split):
+                    writer.write(key, tensor)
+        assert TorchDistReader(out).layout == "singleton"
+        state, missing, unexpected = dist_checkpointing.load(
+            {"model": entries}, str(out / "release"), strict="return_all"
+        )
+        assert (missing, unexpected) == (set(), set()), kind
+        model.load_state_dict(state["model"])
+        expected = _model(kind, "minite", vocab_size=250)
+        _load(expected, weights)
+        found = model.state_dict()
+        for name, value in expected.state_dict().items():
+            assert value is None or torch.equal(found[name], value), (kind, name)
+        convert.hf_from_megatron(out, hf, folder / f"{kind}.written_single.back")
+        back = HFReader(folder / f"{kind}.written_single.back")
+        for name in back.names():
+            assert torch.equal(back.read(name), HFReader(hf).read(name)), (kind, name)
+
+
+def _single(key: str, tensor: torch.Tensor, split: str | None) -> list[tuple[str, torch.Tensor]]:
+    """The keys of one parameter in the layout of single shards."""
+    if found := re.fullmatch(r"(.*\.experts)\.(linear_fc\d)\.weight(\d+)", key):
+        key = f"{found[1]}.experts.{found[3]}.{found[2]}.weight"
+    if split != "halves":
+        return [(key, tensor)]
+    return list(zip((f"{key}_w", f"{key}_v"), tensor.chunk(2), strict=True))
+
+
 def check_te_model_loads_what_is_written(folder):
     # Prevents: the same under Transformer Engine's names, prediction layers and latent attention included.
     for kind in ("qwen3", "qwen2", "qwen2_moe", "glm4_moe", "deepseek_v3"):
@@ -250,6 +330,7 @@ WORLDS = {
             check_plain_qkv_order_is_caught,
             check_own_model_loads_what_is_written,
             check_what_megatron_saves_comes_back,
+            check_written_single_experts_load,
         )
     ),
     "te": World((check_te_model_loads_what_is_written,), te=True),

@@ -14,9 +14,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from megatron_nvfp4.checkpoint import unpickle  # noqa: E402
+from megatron_nvfp4.checkpoint.archive import ArchiveWriter  # noqa: E402
+from megatron_nvfp4.checkpoint.atomic import OutputFile  # noqa: E402
 from megatron_nvfp4.checkpoint.dcp import TorchDistReader, TorchDistWriter  # noqa: E402
-from megatron_nvfp4.checkpoint.hf import StoredTensor  # noqa: E402
 from megatron_nvfp4.checkpoint.legacy import LegacyReader  # noqa: E402
+from megatron_nvfp4.checkpoint.stored_tensor import StoredTensor  # noqa: E402
 
 
 class _Bomb:
@@ -202,17 +204,19 @@ def test_tensors_outside_their_data_are_refused(tmp_path):
         ((8,), (1,), 1),
         ((-1,), (1,), 0),
     ):
-        writer = unpickle.ArchiveWriter(tmp_path / f"{shape}{stride}{offset}")
+        file = OutputFile(tmp_path / f"{shape}{stride}{offset}")
+        writer = ArchiveWriter(file)
         saved = writer.save(torch.zeros(8))
-        moved = saved._replace(shape=shape, stride=stride)
+        moved = saved._replace(shape=shape)
 
         class Moved:
-            def __reduce__(self, moved=moved, offset=offset):
+            def __reduce__(self, moved=moved, offset=offset, stride=stride):
                 return torch._utils._rebuild_tensor_v2, (
-                    (moved.storage, offset, moved.shape, moved.stride, False, {})
+                    (moved.storage, offset, moved.shape, stride, False, {})
                 )
 
         writer.finish(Moved())
+        file.close()
         with pytest.raises(ValueError, match="outside its storage"):
             unpickle.load_saved(tmp_path / f"{shape}{stride}{offset}")
 

@@ -6,7 +6,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 from megatron_nvfp4.__main__ import main
 from megatron_nvfp4.checkpoint.atomic import check_apart
-from megatron_nvfp4.checkpoint.convert import ParallelSizes
+from megatron_nvfp4.checkpoint.convert import ParallelSizes, megatron_from_hf
 
 
 @pytest.mark.parametrize("out", ["model", "model/..", "."])
@@ -41,6 +41,13 @@ def test_sizes_below_one_are_refused(name, size):
     # Prevents: a checkpoint without a single rank file that says it is complete.
     with pytest.raises(ValueError, match=f"{name}={size}: give"):
         ParallelSizes(**{name: size})
+
+
+@pytest.mark.parametrize("size", [0, -128])
+def test_a_vocabulary_is_padded_to_a_positive_number(size, tmp_path):
+    # Prevents: a ZeroDivisionError's traceback, and an embedding that is cut off.
+    with pytest.raises(ValueError, match=f"make_vocab_size_divisible_by={size}: give"):
+        megatron_from_hf(tmp_path, tmp_path / "out", vocab_divisible_by=size)
 
 
 def test_errors_of_the_file_system_are_one_line(tmp_path, capsys):

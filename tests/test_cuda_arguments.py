@@ -7,8 +7,8 @@ from kernel_stand_in import Kernels
 from megatron_nvfp4.backends import cuda, cuda_gemm, extension
 from megatron_nvfp4.backends.extension import why_not_cpu
 from megatron_nvfp4.modules import GroupedLinear, Linear, QLinearParams
-from megatron_nvfp4.modules.autograd import stack_rows
 from megatron_nvfp4.modules.base import QLinearBase
+from megatron_nvfp4.modules.matmul import stack_rows
 from megatron_nvfp4.quant.layout import dense_offsets, offsets_from_splits
 from megatron_nvfp4.recipes import RECIPES, NVFP4Spec
 

@@ -236,6 +236,38 @@ def test_any_split_of_rows(rows, config):
 
 
 @every_config
+@pytest.mark.parametrize("num_rows", [17, 40, 72, 513, 4096])
+def test_one_group_in_tiles_of_any_size(num_rows, config):
+    """Tiles chosen to fill the GPU: rows lost or repeated where they are no multiple of 16."""
+    n, k = (6144, 64) if num_rows == 4096 else (1536, 144)
+    codes, scales = operand(n, k, 1)
+    packed = ops().pack_weights_nvfp4(codes, scales, 1, False)
+    xc, xs = operand(num_rows, k, 2)
+    row_scale, one = torch.rand(num_rows, device="cuda") + 0.5, torch.ones(1, device="cuda")
+    got = gemm(
+        xc, packed, (num_rows,), n, scales=xs, config=config, row_scale=row_scale,
+        group_scale=one, out_dtype=BF16,
+    )  # fmt: skip
+    x, w = decode(xc, xs), decode(codes, scales)[None]
+    assert_bits(got, expected(x, w, (num_rows,), row_scale, one).to(BF16))
+
+
+@every_config
+@pytest.mark.parametrize("first_row", [1, 2, 3, 5])
+def test_row_scales_from_any_row_on(first_row, config):
+    """Row scales are copied in 16-byte units: those of a tile that starts or ends inside one."""
+    n, k, rows = 136, 80, (first_row, 30, 1)
+    codes, scales = operand(3 * n, k, 1)
+    packed = ops().pack_weights_nvfp4(codes, scales, 3, False)
+    xc, xs = operand(sum(rows), k, 2)
+    row_scale, group_scale = torch.rand(2, sum(rows), device="cuda").add(0.5).unbind()
+    args = {"row_scale": row_scale, "group_scale": group_scale[:3].contiguous()}
+    got = gemm(xc, packed, rows, n, scales=xs, config=config, **args)
+    w = decode(codes, scales).view(3, n, k)
+    assert_bits(got, expected(decode(xc, xs), w, rows, row_scale, group_scale))
+
+
+@every_config
 @pytest.mark.parametrize("num_groups", [33, 128, 1024])
 def test_many_groups(num_groups, config):
     """More groups than a warp has lanes, or than the tables have room for; all rows in the last."""

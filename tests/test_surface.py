@@ -79,6 +79,7 @@ def test_verbs_are_frozen(capsys):
         "verify-checkpoint",
         "pretrain",
         "run",
+        "profile",
     )
     with pytest.raises(SystemExit) as caught:
         main(["--help"])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from layer_oracle import BUILDABLE, expected, grid, outliers, params_of, quantized
 
-from megatron_nvfp4.modules import GroupedLinear, LayerNormLinear, Linear, autograd
+from megatron_nvfp4.modules import GroupedLinear, LayerNormLinear, Linear, autograd, matmul
 from megatron_nvfp4.modules.norm import normalize
 from megatron_nvfp4.quant import QuantizedTensor, SimulatedTensor, quantize
 
@@ -45,13 +45,16 @@ def _half(rank: int, size: int) -> slice:
 @contextlib.contextmanager
 def _recorded():
     """The NVFP4 operands made inside the block, in order: the weight's, then the activations'."""
-    operands, original = [], autograd._quantize
+    operands, original = [], matmul.quantize_operand
 
     def record(*args, **kwargs):
         operands.append(original(*args, **kwargs))
         return operands[-1]
 
-    with mock.patch.object(autograd, "_quantize", record):
+    with (
+        mock.patch.object(matmul, "quantize_operand", record),
+        mock.patch.object(autograd, "quantize_operand", record),
+    ):
         yield operands
 
 

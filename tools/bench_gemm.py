@@ -148,7 +148,9 @@ def check_forward(a: Tensor | QuantizedTensor, b: PackedWeights, offsets: Tensor
     peer = torch._grouped_mm(x, decoded.transpose(1, 2), offs=offsets[1:].int())
     unit = torch.ones_like(b.outer_scale)
     bare = a if isinstance(a, Tensor) else replace(a, amax=torch.full_like(a.amax, 2688.0))
-    ours = cuda.BACKEND.grouped_gemm(bare, replace(b, outer_scale=unit), offsets, out_dtype=torch.bfloat16)
+    ours = cuda.BACKEND.grouped_gemm(
+        bare, replace(b, outer_scale=unit), offsets, out_dtype=torch.bfloat16
+    )
     check(ours, peer)
 
 

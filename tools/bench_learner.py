@@ -11,7 +11,6 @@ ratio of the mean throughputs. Writes learner.csv, updates.jsonl and learner.png
 import argparse
 import csv
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -44,25 +43,21 @@ MODEL = f"""
 
 @dataclass(frozen=True)
 class Learner:
-    """What is trained: Megatron's --transformer-impl and what else the process is given."""
+    """What is trained. policy: YAML of --minite-config; None is Megatron on Transformer Engine."""
 
     name: str
-    impl: str
-    environment: dict[str, str]
-    flags: tuple[str, ...] = ()
+    policy: str | None
 
 
-def _minite(name: str, recipe: str, *flags: str, bypass: bool = True) -> Learner:
-    environment = {"MINITE_RECIPE": recipe} | ({"DISABLE_BACKWARD_QUANT": "1"} if bypass else {})
-    return Learner(name, "minite", environment, flags)
-
-
-PEER = Learner("TE BF16", "transformer_engine", {})
+PEER = Learner("TE BF16", None)
 LEARNERS = (
     PEER,
-    _minite("bf16", "bf16", bypass=False),
-    _minite("nvfp4_per_token, BF16 backward", "nvfp4_per_token"),
-    _minite("nvfp4_per_token_dequant_bwd", "nvfp4_per_token_dequant_bwd", bypass=False),
+    Learner("bf16", "recipe: bf16"),
+    Learner(
+        "nvfp4_per_token, BF16 backward",
+        "{recipe: nvfp4_per_token, disable_backward_quant: true}",
+    ),
+    Learner("nvfp4_per_token_dequant_bwd", "recipe: nvfp4_per_token_dequant_bwd"),
 )
 FIELDS = (
     *("routing", "learner", "experts", "layers", "tokens", "runs", "ms", "tokens_per_s"),
@@ -131,21 +126,23 @@ def measure(learner: Learner, routing: str, args: argparse.Namespace) -> dict:
     """Train in a process of its own; RuntimeError with its last lines if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         steps, meta = Path(folder, "steps.jsonl"), Path(folder, "meta.json")
+        flags = ["--transformer-impl", "transformer_engine"]
+        if learner.policy is not None:
+            policy = Path(folder, "policy.yaml")
+            policy.write_text(learner.policy)
+            flags = ["--transformer-impl", "minite", "--minite-config", str(policy)]
         command = [
-            *(sys.executable, "-m", "megatron_nvfp4", "pretrain"),
-            *("--transformer-impl", learner.impl),
+            *(sys.executable, "-m", "megatron_nvfp4", "pretrain", *flags),
             *("--minite-step-log", str(steps), "--minite-run-meta", str(meta)),
             *MODEL.split(),
             *("--num-layers", str(args.layers), "--num-experts", str(args.experts)),
             *("--global-batch-size", str(args.microbatches)),
             *("--train-iters", str(args.warmup + args.updates)),
             *routing_flags(routing),
-            *learner.flags,
             *args.flags.split(),
         ]
         done = subprocess.run(
             command,
-            env=os.environ | learner.environment | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,18 +1,11 @@
 """Export a BF16 checkpoint, Hugging Face or Megatron, to NVFP4 for SGLang, vLLM and TensorRT-LLM."""
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_nvfp4.checkpoint.export import add_arguments, main
+from megatron_nvfp4.__main__ import main
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
-    try:
-        sys.exit(main(parser.parse_args()))
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(main(["export-nvfp4", *sys.argv[1:]]))

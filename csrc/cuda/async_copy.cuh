@@ -34,6 +34,12 @@ SM90_FN void barrier_expect(uint32_t barrier, uint32_t num_bytes) {
                "r"(num_bytes)
                : "memory");
 }
+// The phase waits for num_bytes more, before an arrival of this thread.
+SM90_FN void barrier_expect_more(uint32_t barrier, uint32_t num_bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier),
+               "r"(num_bytes)
+               : "memory");
+}
 SM90_FN bool barrier_test(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(

@@ -102,6 +102,22 @@ Shapes check_operands(const Tensor& x, const OptionalTensor& x_scales, const Ten
   return {num_groups, n, k, packed_x};
 }
 
+const void* pointer(const OptionalTensor& t) { return t ? t->const_data_ptr() : nullptr; }
+
+// FP16 rows of x; with any_scale, its gathered rows go to row_scale.
+Tensor decode(const Tensor& codes, const Tensor& scales, const OptionalTensor& row_index,
+              int64_t num_rows, const OptionalTensor& any_scale, const OptionalTensor& row_scale) {
+  const int64_t k = codes.size(1) * 2;
+  Tensor x = at::empty({num_rows, k}, codes.options().dtype(at::kHalf));
+  C10_CUDA_CHECK(decode_activations(
+      codes.const_data_ptr<uint8_t>(), static_cast<const uint8_t*>(scales.const_data_ptr()),
+      pointer(row_index), row_index && row_index->scalar_type() == at::kLong, num_rows,
+      static_cast<int>(k), x.mutable_data_ptr(), static_cast<const float*>(pointer(any_scale)),
+      any_scale ? row_scale->mutable_data_ptr<float>() : nullptr,
+      c10::cuda::getCurrentCUDAStream()));
+  return x;
+}
+
 Tensor grouped_gemm_w4(const Tensor& x_in, const OptionalTensor& x_scales_in,
                        const Tensor& packed_in, const Tensor& offsets_in, int64_t num_cols,
                        const OptionalTensor& row_scale_in, const OptionalTensor& group_scale_in,
@@ -121,9 +137,9 @@ Tensor grouped_gemm_w4(const Tensor& x_in, const OptionalTensor& x_scales_in,
   const auto dense = [](const OptionalTensor& t) {
     return t ? OptionalTensor(aligned(*t)) : std::nullopt;
   };
-  const auto pointer = [](const OptionalTensor& t) { return t ? t->const_data_ptr() : nullptr; };
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  const OptionalTensor row_index = dense(row_index_in), row_scale = dense(row_scale_in);
+  const OptionalTensor row_index = dense(row_index_in);
+  OptionalTensor row_scale = dense(row_scale_in);
   const OptionalTensor group_scale = dense(group_scale_in), bias = dense(bias_in);
   const int64_t num_rows = row_index ? row_index->size(0) : x_in.size(0);
   TORCH_CHECK_VALUE(num_rows < std::numeric_limits<int>::max() - 256, "grouped_gemm_w4: ", num_rows,
@@ -131,21 +147,18 @@ Tensor grouped_gemm_w4(const Tensor& x_in, const OptionalTensor& x_scales_in,
   Tensor out = at::empty({num_rows, n}, x_in.options().dtype(out_dtype));
   if (num_rows == 0) return out;
   const Tensor packed = aligned(packed_in), offsets = aligned(offsets_in);
-  const bool long_index = row_index && row_index->scalar_type() == at::kLong;
+  const bool one_row_scale = row_scale && row_scale->size(0) == 1;
+  const OptionalTensor any_scale = row_index && !one_row_scale ? row_scale : std::nullopt;
   Tensor x = row_index && !packed_x ? x_in.index_select(0, *row_index) : aligned(x_in);
+  if (any_scale && !packed_x) row_scale = any_scale->index_select(0, *row_index);
   if (packed_x) {
-    const Tensor codes = x, scales = aligned(*x_scales_in);
-    x = at::empty({num_rows, k}, codes.options().dtype(at::kHalf));
-    C10_CUDA_CHECK(decode_activations(codes.const_data_ptr<uint8_t>(),
-                                      static_cast<const uint8_t*>(scales.const_data_ptr()),
-                                      pointer(row_index), long_index, num_rows, static_cast<int>(k),
-                                      x.mutable_data_ptr(), stream));
+    if (any_scale) row_scale = at::empty({num_rows}, any_scale->options());
+    x = decode(x, aligned(*x_scales_in), row_index, num_rows, any_scale, row_scale);
   }
   GemmW4Args args = {};
   args.x = x.const_data_ptr();
   args.weights = packed.const_data_ptr<uint8_t>();
   args.offsets = offsets.const_data_ptr();
-  args.row_index = pointer(row_index);
   args.row_scale = static_cast<const float*>(pointer(row_scale));
   args.group_scale = static_cast<const float*>(pointer(group_scale));
   args.bias = pointer(bias);
@@ -155,9 +168,8 @@ Tensor grouped_gemm_w4(const Tensor& x_in, const OptionalTensor& x_scales_in,
   args.n = static_cast<int>(n);
   args.k = static_cast<int>(k);
   args.long_offsets = offsets.scalar_type() == at::kLong;
-  args.long_index = long_index;
   args.after_decoder = packed_x;
-  args.one_row_scale = row_scale && row_scale->size(0) == 1;
+  args.one_row_scale = one_row_scale;
   args.one_group_scale = group_scale && group_scale->size(0) == 1;
   args.float_bias = bias && bias->scalar_type() == at::kFloat;
   args.float_out = out_dtype == at::kFloat;

@@ -21,28 +21,28 @@ struct GemmW4Args {
   const void* x;             // (num_rows, K): q * s_b as FP16, or any BF16
   const uint8_t* weights;    // (num_groups, ceil(K / 64), ceil(N / 64), kChunkBytes)
   const void* offsets;       // (num_groups + 1,)
-  const void* row_index;     // (num_rows,): which of row_scale is a row's; null: its own
-  const float* row_scale;    // (any,) or one
+  const float* row_scale;    // (num_rows,) or one
   const float* group_scale;  // (num_groups,) or one
   const void* bias;          // (num_groups, N)
   void* out;                 // (num_rows, N); rows past the last offset become zero
   int64_t num_rows;
   int num_groups, n, k;
-  bool long_offsets, long_index, one_row_scale, one_group_scale, float_bias, float_out;
-  bool after_decoder;  // the kernel before in the stream is decode_activations, and writes x alone
-  int num_stages, feature_tiles, tables;  // set at launch
+  bool long_offsets, one_row_scale, one_group_scale, float_bias, float_out;
+  bool after_decoder;  // the kernel before in the stream is decode_activations
+  int num_stages, feature_tiles, max_tokens, row_scales, tables;  // set at launch
 };
 
-// Tiles of features x tokens: 64 x 128, 64 x 256, 512 x 48, 256 x 96, 256 x 160. Each is right for
+// Tiles of features x tokens: 64 x 64, 192 x 64, 512 x 48, 256 x 96, 256 x 160. Each is right for
 // any rows, and gives the same bits.
 constexpr int kNumConfigs = 5;
 
 cudaError_t gemm_w4_half(const GemmW4Args& args, int config, cudaStream_t stream);
 cudaError_t gemm_w4_bf16(const GemmW4Args& args, int config, cudaStream_t stream);
 
-// NVFP4 rows to q * s_b as FP16 (num_rows, k). With row_index, row i is row row_index[i] of codes.
+// NVFP4 rows to q * s_b as FP16 (num_rows, k). With row_index, row i is row row_index[i] of codes,
+// and row_scale, if given, is gathered into out_scale.
 cudaError_t decode_activations(const uint8_t* codes, const uint8_t* scales, const void* row_index,
                                bool long_index, int64_t num_rows, int k, void* out,
-                               cudaStream_t stream);
+                               const float* row_scale, float* out_scale, cudaStream_t stream);
 
 }  // namespace megatron_nvfp4::cuda

@@ -9,15 +9,15 @@ template <class T>
 cudaError_t launch_config(const GemmW4Args& args, int config, cudaStream_t stream) {
   switch (config) {
     case 0:
-      return launch_gemm_w4<GemmConfig<1, 1, 4, 1, 16, 32, 64, 128>, T>(args, stream);
+      return launch_gemm_w4<GemmConfig<1, 1, 2, 4, 2, 16, 32, 64>, T>(args, stream);
     case 1:
-      return launch_gemm_w4<GemmConfig<1, 1, 2, 2, 16, 32, 64, 128, 192, 256>, T>(args, stream);
+      return launch_gemm_w4<GemmConfig<3, 1, 2, 4, 2, 16, 32, 64>, T>(args, stream);
     case 2:
-      return launch_gemm_w4<GemmConfig<4, 2, 4, 1, 16, 32, 48>, T>(args, stream);
+      return launch_gemm_w4<GemmConfig<4, 2, 1, 4, 1, 16, 32, 48>, T>(args, stream);
     case 3:
-      return launch_gemm_w4<GemmConfig<4, 1, 4, 1, 48, 64, 96>, T>(args, stream);
+      return launch_gemm_w4<GemmConfig<4, 1, 1, 4, 1, 48, 64, 96>, T>(args, stream);
     case 4:
-      return launch_gemm_w4<GemmConfig<2, 2, 2, 2, 96, 128, 160>, T>(args, stream);
+      return launch_gemm_w4<GemmConfig<2, 2, 1, 2, 2, 96, 128, 152, 160>, T>(args, stream);
   }
   return cudaErrorInvalidValue;
 }

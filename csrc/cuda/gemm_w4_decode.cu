@@ -11,7 +11,8 @@ constexpr int kWarps = 4;
 // A warp a row; eight codes a lane, so that loads and stores of a warp are dense.
 __global__ void __launch_bounds__(kWarps * 32)
     decode_activations_kernel(const uint32_t* codes, const uint8_t* scales, const void* row_index,
-                              bool long_index, int num_rows, int units, uint4* out) {
+                              bool long_index, int num_rows, int units, uint4* out,
+                              const float* row_scale, float* out_scale) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   allow_next_kernel();
   const int row = blockIdx.x * kWarps + threadIdx.x / 32;
@@ -21,6 +22,7 @@ __global__ void __launch_bounds__(kWarps * 32)
     source = long_index ? __ldg(static_cast<const long long*>(row_index) + row)
                         : __ldg(static_cast<const int*>(row_index) + row);
   }
+  if (row_scale && threadIdx.x % 32 == 0) out_scale[row] = __ldg(row_scale + source);
   const uint32_t* row_codes = codes + source * units;
   const uint8_t* row_scales = scales + source * (units / 2);
   uint4* row_out = out + static_cast<int64_t>(row) * units;
@@ -38,11 +40,11 @@ __global__ void __launch_bounds__(kWarps * 32)
 
 cudaError_t decode_activations(const uint8_t* codes, const uint8_t* scales, const void* row_index,
                                bool long_index, int64_t num_rows, int k, void* out,
-                               cudaStream_t stream) {
+                               const float* row_scale, float* out_scale, cudaStream_t stream) {
   decode_activations_kernel<<<static_cast<unsigned>((num_rows + kWarps - 1) / kWarps), kWarps * 32,
                               0, stream>>>(reinterpret_cast<const uint32_t*>(codes), scales,
                                            row_index, long_index, static_cast<int>(num_rows), k / 8,
-                                           static_cast<uint4*>(out));
+                                           static_cast<uint4*>(out), row_scale, out_scale);
   return cudaGetLastError();
 }
 

@@ -45,7 +45,7 @@ SM90_FN uint64_t descriptor_mn_major(uint32_t address, uint32_t block_bytes) {
   return (uint64_t{0x40000040u} << 32) | (((address & 0x3FFFFu) >> 4) | (block_bytes >> 4 << 16));
 }
 
-// Wgmma<T, N>, N = 8, 16, 32, ... 256. T is __half or __nv_bfloat16.
+// Wgmma<T, N>, N = 8, 16, 32, ... 256, and 152. T is __half or __nv_bfloat16.
 //   rs<B MN-major>(d, a, b)               a: the four registers of A
 //   ss<A MN-major, B MN-major>(d, a, b)   a, b: descriptors
 // With add = 0 the product replaces D.
@@ -64,6 +64,7 @@ struct Wgmma;
 #define WGMMA_R112 WGMMA_R96 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define WGMMA_R128 WGMMA_R112 ", %56, %57, %58, %59, %60, %61, %62, %63"
 #define WGMMA_R144 WGMMA_R128 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define WGMMA_R152 WGMMA_R144 ", %72, %73, %74, %75"
 #define WGMMA_R160 WGMMA_R144 ", %72, %73, %74, %75, %76, %77, %78, %79"
 #define WGMMA_R176 WGMMA_R160 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define WGMMA_R192 WGMMA_R176 ", %88, %89, %90, %91, %92, %93, %94, %95"
@@ -82,6 +83,7 @@ struct Wgmma;
 #define WGMMA_D112 WGMMA_D96, WGMMA_D4(48), WGMMA_D4(52)
 #define WGMMA_D128 WGMMA_D112, WGMMA_D4(56), WGMMA_D4(60)
 #define WGMMA_D144 WGMMA_D128, WGMMA_D4(64), WGMMA_D4(68)
+#define WGMMA_D152 WGMMA_D144, WGMMA_D4(72)
 #define WGMMA_D160 WGMMA_D144, WGMMA_D4(72), WGMMA_D4(76)
 #define WGMMA_D176 WGMMA_D160, WGMMA_D4(80), WGMMA_D4(84)
 #define WGMMA_D192 WGMMA_D176, WGMMA_D4(88), WGMMA_D4(92)
@@ -125,6 +127,7 @@ WGMMA_SIZE(96, 48, 49, 50, 51, 52, 53, 54)
 WGMMA_SIZE(112, 56, 57, 58, 59, 60, 61, 62)
 WGMMA_SIZE(128, 64, 65, 66, 67, 68, 69, 70)
 WGMMA_SIZE(144, 72, 73, 74, 75, 76, 77, 78)
+WGMMA_SIZE(152, 76, 77, 78, 79, 80, 81, 82)
 WGMMA_SIZE(160, 80, 81, 82, 83, 84, 85, 86)
 WGMMA_SIZE(176, 88, 89, 90, 91, 92, 93, 94)
 WGMMA_SIZE(192, 96, 97, 98, 99, 100, 101, 102)
@@ -146,6 +149,7 @@ WGMMA_SIZE(256, 128, 129, 130, 131, 132, 133, 134)
 #undef WGMMA_D112
 #undef WGMMA_D128
 #undef WGMMA_D144
+#undef WGMMA_D152
 #undef WGMMA_D160
 #undef WGMMA_D176
 #undef WGMMA_D192
@@ -163,6 +167,7 @@ WGMMA_SIZE(256, 128, 129, 130, 131, 132, 133, 134)
 #undef WGMMA_R112
 #undef WGMMA_R128
 #undef WGMMA_R144
+#undef WGMMA_R152
 #undef WGMMA_R160
 #undef WGMMA_R176
 #undef WGMMA_R192

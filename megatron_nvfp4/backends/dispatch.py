@@ -18,6 +18,8 @@ from megatron_nvfp4.recipes import NVFP4Spec
 from . import extension
 
 _OPS = torch.ops.megatron_nvfp4
+# The widest activation that weighted_activation_quantize takes on CUDA.
+MAX_QUANTIZED_COLS = 12288
 
 
 def kernels_of(device: torch.device | str) -> str:
@@ -125,7 +127,7 @@ def weighted_activation_quantize(
     *,
     fast_math: bool | None = None,
 ) -> tuple[Tensor | None, QuantizedTensor]:
-    """quant.swiglu.weighted_activation_quantize, one pass; F up to 12288 on CUDA.
+    """quant.swiglu.weighted_activation_quantize, one pass; F up to MAX_QUANTIZED_COLS on CUDA.
 
     fast_math: sigmoids by the GPU's exponential and reciprocal, whose bits CUDA does not define. None takes
     them on compute capability 9.0, where they give the definition's activation for every finite gate.

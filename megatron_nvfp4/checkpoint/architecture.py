@@ -65,14 +65,16 @@ class Architecture:
         model_type = config.get("model_type")
         if model_type not in FAMILIES:
             raise ValueError(
-                f"config.json: model_type={model_type!r} is unknown; known: {', '.join(FAMILIES)}"
+                f"config.json: model_type={model_type!r} is not converted; take a model of "
+                + ", ".join(FAMILIES)
             )
         _refuse_what_has_no_place(config)
         try:
             return cls(**_shared_entries(config) | FAMILIES[model_type](config))
         except KeyError as error:
             raise ValueError(
-                f"config.json: {error.args[0]} is missing; model_type={model_type!r} needs it"
+                f"config.json: {error.args[0]} is missing; model_type={model_type!r} needs it, so copy"
+                " the model's own config.json there"
             ) from None
 
     @property
@@ -96,7 +98,7 @@ def _refuse_what_has_no_place(config: Config) -> None:
         if config.get(name):
             raise ValueError(
                 f"config.json: {name}=true adds biases that Megatron's layer has no place for;"
-                " such a model cannot be converted"
+                " take a model without them (set it to false where they are zero)"
             )
 
 

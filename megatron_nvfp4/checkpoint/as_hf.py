@@ -1,7 +1,6 @@
 """A Megatron checkpoint read as the tensors of a Hugging Face checkpoint."""
 
 import dataclasses
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_nvfp4.checkpoint.as_megatron import COMPARED_ROWS, few
-from megatron_nvfp4.checkpoint.hf import INDEX, HFReader
+from megatron_nvfp4.checkpoint.as_megatron import COMPARED_ROWS
+from megatron_nvfp4.checkpoint.hf_files import few
 from megatron_nvfp4.checkpoint.plan import (
     EMBEDDING,
     OUTPUT,
@@ -51,8 +50,8 @@ class TensorsOfMegatron:
 
     config: the parsed config.json of the model. hf_names: names of the checkpoint to imitate, which
         decide whether experts are fused; None: the names under which such models are published.
-    Fused q, k and v stay in memory till the next layer's, so that a pass in the order of `names` reads
-    every parameter once.
+    Fused q, k and v stay in memory till the next layer's, so that a pass in the order of `names`, or sorted
+    by name, reads every matrix once.
     Errors: ValueError naming parameters that are missing, unknown or of another shape than the config
     implies, and a head that contradicts tie_word_embeddings.
     """
@@ -114,7 +113,9 @@ class TensorsOfMegatron:
         if index is not None:
             found, shape = [piece for piece in found if piece.index == index], shape[1:]
             if not found:
-                raise ValueError(f"{name}: index {index} of shape {self.meta(name)[1]}")
+                raise ValueError(
+                    f"{name}: index {index} of shape {self.meta(name)[1]}; give one within"
+                )
         whole = self._whole(found, dtype, shape, is_fused=index is None)
         if start is None and stop is None:
             return whole
@@ -133,9 +134,10 @@ class TensorsOfMegatron:
 
     def _rows(self, piece: Piece) -> Tensor:
         parameter, stop = piece.parameter, piece.at + piece.stop - piece.start
-        if len(parameter.rows) <= 2:
+        if len(parameter.rows) <= 2 or len(parameter.shape) == 1:
             return self.stored.read(parameter, piece.at, stop)
-        # Many small pieces for several tensors, as of q, k and v: read once, and kept till the next.
+        # Many small pieces for several tensors, as of q, k and v: read once, and kept till the next
+        # such matrix. Their biases lie between them in files sorted by name, and are cheap to read.
         if self._last is None or self._last[0] != parameter.key:
             self._last = None
             self._last = parameter.key, self.stored.read(parameter, 0, parameter.shape[0])
@@ -144,12 +146,14 @@ class TensorsOfMegatron:
     def _pieces_of(self, name: str) -> list[Piece]:
         name = self._copies.get(name, name)
         if name not in self._pieces:
-            raise ValueError(f"{self.folder}: holds no tensor {name}")
+            raise ValueError(f"{self.folder}: holds no tensor {name}; take one of `names`")
         return self._pieces[name]
 
     def _expected(self, hf_names: Collection[str] | None) -> list[Parameter]:
         if EMBEDDING not in self._keys:
-            raise ValueError(f"{self.folder}: {EMBEDDING} is missing; is this a language model?")
+            raise ValueError(
+                f"{self.folder}: {EMBEDDING} is missing; give a GPT model's checkpoint"
+            )
         num_rows = self.stored.meta(EMBEDDING)[1][0]
         found = parameters(self.arch, hf_names=hf_names, vocab_size_padded=num_rows)
         arguments = self.stored.arguments
@@ -160,7 +164,7 @@ class TensorsOfMegatron:
         if num_rows - self.arch.vocab_size >= limit:
             raise ValueError(
                 f"{EMBEDDING}: {num_rows} rows are no padding of vocab_size={self.arch.vocab_size}"
-                " of config.json; the two are of different models"
+                " of config.json; the two are of different models: give the right --hf-config"
             )
         return found
 
@@ -171,7 +175,7 @@ class TensorsOfMegatron:
             if arguments.get(name):
                 raise ValueError(
                     f"{self.folder}: its arguments say {name}={arguments[name]}, so {meaning};"
-                    " Hugging Face's model has no such form"
+                    " Hugging Face's model has no such form: train without it"
                 )
         expected = {"num_layers": arch.num_layers, "num_attention_heads": arch.num_heads}
         if arch.latent is None:
@@ -182,7 +186,7 @@ class TensorsOfMegatron:
             if arguments.get(name) not in (None, value):
                 raise ValueError(
                     f"{self.folder}: its arguments say {name}={arguments[name]}, config.json implies"
-                    f" {value}; the two are of different models"
+                    f" {value}; the two are of different models: give the right --hf-config"
                 )
 
     def _check(self) -> None:
@@ -201,14 +205,14 @@ class TensorsOfMegatron:
             raise ValueError(
                 f"{self.folder}: parameters are not those of"
                 f" model_type={self.arch.model_type!r}: {len(missing)} missing ({few(missing)}),"
-                f" {len(unknown)} unknown ({few(unknown)})"
+                f" {len(unknown)} unknown ({few(unknown)}); give the right --hf-config"
             )
         for parameter in self.parameters:
             found = self.stored.meta(parameter.key)[1]
             if found != parameter.shape:
                 raise ValueError(
                     f"{parameter.key}: shape {list(found)} is not {list(parameter.shape)}, which"
-                    " config.json implies; the two are of different models"
+                    " config.json implies; the two are of different models: give the right --hf-config"
                 )
 
     def _check_tied_head(self) -> None:
@@ -224,16 +228,6 @@ class TensorsOfMegatron:
                 f"{OUTPUT}: differs from {EMBEDDING} although config.json says"
                 " tie_word_embeddings=true; set it to false to keep the head"
             )
-
-
-def names_to_imitate(folder: Path) -> Collection[str] | None:
-    """Names of the checkpoint whose config.json stands in `folder`; None where only the config does."""
-    if (folder / INDEX).exists():
-        index = json.loads((folder / INDEX).read_text())
-        return frozenset(index["weight_map"])
-    if any(folder.glob("*.safetensors")):
-        return frozenset(HFReader(folder).names())
-    return None
 
 
 def companions(folder: Path) -> list[Path]:

@@ -1,11 +1,10 @@
 """A Hugging Face checkpoint read as Megatron's parameters, after a check of every name and shape."""
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
 from megatron_nvfp4.checkpoint.hf import HFReader
+from megatron_nvfp4.checkpoint.hf_files import few
 from megatron_nvfp4.checkpoint.plan import (
     HF_EMBEDDING,
     HF_OUTPUT,
@@ -17,6 +16,8 @@ from megatron_nvfp4.checkpoint.plan import (
     parameters,
     sources,
 )
+from megatron_nvfp4.checkpoint.rows import Rows
+from megatron_nvfp4.checkpoint.values import CONVERTED, check_float, is_finite
 
 COMPARED_ROWS = 4096  # at a time, where two tensors must be equal
 # Buffers that old versions of transformers saved and that follow from the config.
@@ -47,7 +48,9 @@ class ParametersOfHF:
         found = {rows.hf_name: self.reader.meta(rows.hf_name)[0] for rows in parameter.rows}
         if len(set(found.values())) != 1:
             dtypes = ", ".join(f"{name} is {dtype}" for name, dtype in found.items())
-            raise ValueError(f"{parameter.key}: its parts have different dtypes: {dtypes}")
+            raise ValueError(
+                f"{parameter.key}: its parts have different dtypes: {dtypes}; cast them to one"
+            )
         return next(iter(found.values()))
 
     def num_bytes(self) -> int:
@@ -72,6 +75,19 @@ class ParametersOfHF:
             at += num_rows
         return result
 
+    def pieces(self, parameter: Parameter) -> Rows:
+        """A whole parameter as it lies in the files, without a copy; zero rows, if any, come last."""
+        dtype = self.dtype(parameter)
+        found = [self._read(rows) for rows in parameter.rows]
+        if parameter.padding:
+            found.append(torch.zeros(parameter.padding, *parameter.shape[1:], dtype=dtype))
+        return Rows.of(found)
+
+    def not_finite(self, parameter: Parameter, rows: Rows) -> list[str]:
+        """The Hugging Face tensors of a parameter that hold a NaN or an Inf. rows: what `pieces` gave."""
+        both = zip(parameter.rows, rows.pieces, strict=False)
+        return list(dict.fromkeys(place.hf_name for place, part in both if not is_finite(part)))
+
     def _read(self, rows) -> Tensor:
         return self.reader.read(rows.hf_name, rows.start, rows.stop, index=rows.index)
 
@@ -93,11 +109,13 @@ class ParametersOfHF:
             raise ValueError(
                 f"{folder}: holds quantised weights ({few(unexpected)}); dequantise it first"
             )
+        for name in sorted(self.names):
+            check_float(name, self.reader.meta(name)[0], CONVERTED)
         if missing or unexpected:
             raise ValueError(
                 f"{folder}: tensors are not those of model_type={arch.model_type!r}:"
                 f" {len(missing)} missing ({few(missing)}), {len(unexpected)} unexpected"
-                f" ({few(unexpected)})"
+                f" ({few(unexpected)}); remove what is too much, copy what is missing, or correct config.json"
             )
         for name, shape in expected.items():
             found = self.reader.meta(name)[1]
@@ -105,6 +123,7 @@ class ParametersOfHF:
                 raise ValueError(
                     f"{name}: shape {list(found)} is not {list(shape)}, which config.json implies"
                     + _vocabulary_hint(name, arch)
+                    + "; correct the config or the tensor"
                 )
 
     def _check_copies(self) -> None:
@@ -123,18 +142,12 @@ class ParametersOfHF:
                     " tie_word_embeddings=true; set it to false to keep the head"
                 )
             raise ValueError(
-                f"{name}: differs from {original}; Megatron's prediction layers share it"
+                f"{name}: differs from {original}, and Megatron's prediction layers share it; set"
+                " num_nextn_predict_layers to 0 and remove those layers to leave them behind"
             )
 
 
 def _vocabulary_hint(name: str, arch: Architecture) -> str:
     if name not in (HF_EMBEDDING, HF_OUTPUT):
         return ""
-    return f" (vocab_size={arch.vocab_size}); correct the config or the tensor"
-
-
-def few(names: Iterable[str], limit: int = 4) -> str:
-    """The first names, and how many more there are; "none" of none."""
-    names = list(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more if names else "none"
+    return f" (vocab_size={arch.vocab_size})"

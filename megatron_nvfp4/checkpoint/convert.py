@@ -1,22 +1,28 @@
 """Conversions between Hugging Face and Megatron: one pass over the files, a parameter at a time."""
 
+import logging
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_nvfp4.checkpoint.architecture import Architecture
 from megatron_nvfp4.checkpoint.arguments import megatron_arguments
-from megatron_nvfp4.checkpoint.as_hf import TensorsOfMegatron, companions, names_to_imitate
+from megatron_nvfp4.checkpoint.as_hf import TensorsOfMegatron, companions
 from megatron_nvfp4.checkpoint.as_megatron import ParametersOfHF
 from megatron_nvfp4.checkpoint.atomic import check_apart
 from megatron_nvfp4.checkpoint.dcp import TorchDistWriter
-from megatron_nvfp4.checkpoint.hf import HFReader, HFWriter
+from megatron_nvfp4.checkpoint.hf import MAX_SHARD_BYTES, HFReader, HFWriter
+from megatron_nvfp4.checkpoint.hf_files import OriginalFiles, read_config
 from megatron_nvfp4.checkpoint.legacy import LegacyWriter
 from megatron_nvfp4.checkpoint.names import distributed_address
-from megatron_nvfp4.checkpoint.plan import HF_EMBEDDING
+from megatron_nvfp4.checkpoint.plan import HF_EMBEDDING, Parameter
 from megatron_nvfp4.checkpoint.progress import Progress
-from megatron_nvfp4.checkpoint.stored import open_parameters, read_config
+from megatron_nvfp4.checkpoint.rows import Rows
+from megatron_nvfp4.checkpoint.stored import open_parameters
+from megatron_nvfp4.checkpoint.values import is_finite
 
+logger = logging.getLogger(__name__)
 FORMATS = ("torch_dist", "torch")
 
 
@@ -65,13 +71,17 @@ def megatron_from_hf(
 
     out: gets a tracker file and the folder `release`, as Megatron's --load wants it. format: torch_dist,
     which any parallel layout loads, or torch, which only `sizes` does. vocab_divisible_by: Megatron's
-    --make-vocab-size-divisible-by. force: replace an existing `out`.
+    --make-vocab-size-divisible-by. force: replace an existing `out`. NaN and Inf are logged by name and kept.
     Errors: ValueError naming what is missing, unknown or misshapen; `out` appears only when complete.
     """
     if format not in FORMATS:
         raise ValueError(f"format={format!r}: choose one of {', '.join(FORMATS)}")
     if format == "torch_dist" and sizes not in (None, ParallelSizes()):
         raise ValueError(f"{sizes}: torch_dist is not cut by ranks; leave the sizes out")
+    if vocab_divisible_by < 1:
+        raise ValueError(
+            f"make_vocab_size_divisible_by={vocab_divisible_by}: give a whole number from 1"
+        )
     check_apart(out, hf)
     sizes = sizes or ParallelSizes()
     reader = HFReader(hf)
@@ -100,23 +110,30 @@ def megatron_from_hf(
     with Progress(f"{out}", weights.num_bytes()) as progress:
         if format == "torch":
             with LegacyWriter(out, tied=arch.tied, **settings, **vars(sizes)) as legacy:
-                for parameter in weights.parameters:
-                    tensor = weights.read(parameter)
-                    legacy.write(parameter.key, tensor, parameter.split)
-                    progress.advance(tensor.nbytes)
+                for parameter, rows in _all(weights, progress):
+                    legacy.write(parameter.key, rows, parameter.split)
             return
         with TorchDistWriter(out, **settings) as writer:
-            for parameter in weights.parameters:
+            for parameter, rows in _all(weights, progress):
                 place = distributed_address(parameter.key, stacked=arch.is_uniform)
-                tensor = weights.read(parameter)
-                writer.write(
-                    place.key,
-                    tensor,
-                    layer=place.layer,
-                    expert=place.expert,
-                    halves=parameter.split == "halves",
-                )
-                progress.advance(tensor.nbytes)
+                at = {"layer": place.layer, "expert": place.expert}
+                writer.write(place.key, rows, halves=parameter.split == "halves", **at)
+
+
+def _all(weights: ParametersOfHF, progress: Progress) -> Iterator[tuple[Parameter, Rows]]:
+    """Every parameter and what lies in it; the log says which values are not finite."""
+    for parameter in weights.parameters:
+        rows = weights.pieces(parameter)
+        for name in weights.not_finite(parameter, rows):
+            _warn_of_values(name)
+        yield parameter, rows
+        progress.advance(rows.nbytes)
+
+
+def _warn_of_values(name: str) -> None:
+    logger.warning(
+        "warning: %s: holds a NaN or an Inf; its bytes are kept, an export refuses it", name
+    )
 
 
 def open_megatron(megatron: Path | str, hf_config: Path | str) -> TensorsOfMegatron:
@@ -126,10 +143,16 @@ def open_megatron(megatron: Path | str, hf_config: Path | str) -> TensorsOfMegat
     model's config.json; where a checkpoint or its index stands beside it, its names are imitated.
     Errors: ValueError, as of TensorsOfMegatron and the readers.
     """
-    config = read_config(Path(hf_config))
-    arch = Architecture.from_hf_config(config)
-    stored = open_parameters(megatron, arch)
-    return TensorsOfMegatron(stored, config, hf_names=names_to_imitate(Path(hf_config)))
+    original = OriginalFiles.read(Path(hf_config))
+    return _open(megatron, hf_config, None if original is None else original.names)
+
+
+def _open(
+    megatron: Path | str, hf_config: Path | str, hf_names: Collection[str] | None
+) -> TensorsOfMegatron:
+    config = read_config(hf_config)
+    stored = open_parameters(megatron, Architecture.from_hf_config(config))
+    return TensorsOfMegatron(stored, config, hf_names=hf_names)
 
 
 def hf_from_megatron(
@@ -137,17 +160,23 @@ def hf_from_megatron(
     hf_config: Path | str,
     out: Path | str,
     *,
-    max_shard_bytes: float = 5e9,
+    max_shard_bytes: float | None = None,
     force: bool = False,
 ) -> None:
     """Write a Megatron checkpoint as a Hugging Face checkpoint, with the config and the tokenizer.
 
-    The parameters are those of `open_megatron`; padding of the vocabulary is left out. force: replace an
-    existing `out`. Errors: ValueError naming what is missing, unknown or misshapen; `out` appears only
-    when complete.
+    The parameters are those of `open_megatron`; padding of the vocabulary is left out. max_shard_bytes
+    None: the files of the checkpoint in `hf_config`, so that unchanged weights give the same bytes, and
+    shards of 5 GB where it has none, or lacks a tensor. force: replace an existing `out`. A weight with a
+    NaN or an Inf is logged by name and kept.
+    Errors: ValueError naming what is missing, unknown or misshapen; `out` appears only when complete.
     """
     check_apart(out, megatron, hf_config)
-    tensors = open_megatron(megatron, hf_config)
+    original = OriginalFiles.read(Path(hf_config))
+    tensors = _open(megatron, hf_config, None if original is None else original.names)
+    plan = None
+    if original is not None and max_shard_bytes is None:
+        plan = original.plan({name: tensors.meta(name) for name in tensors.names()})
     num_bytes = tensors.num_bytes()
     dtype = str(tensors.meta(HF_EMBEDDING)[0]).removeprefix("torch.")
     config = tensors.config
@@ -156,16 +185,20 @@ def hf_from_megatron(
         HFWriter(
             out,
             config=config,
-            max_shard_bytes=max_shard_bytes,
+            max_shard_bytes=MAX_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes,
             force=force,
             needed_bytes=num_bytes,
+            plan=plan,
+            like=Path(hf_config),
         ) as writer,
         Progress(f"{out}", num_bytes) as progress,
     ):
         for path in companions(Path(hf_config)):
             writer.copy_file(path)
-        for name in tensors.names():
+        for name in tensors.names() if plan is None else plan.names:
             tensor = tensors.read(name)
+            if not is_finite(tensor):
+                _warn_of_values(name)
             writer.write(name, tensor)
             progress.advance(tensor.nbytes)
 

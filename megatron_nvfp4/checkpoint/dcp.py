@@ -11,32 +11,26 @@ import itertools
 import math
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
-from megatron_nvfp4.checkpoint.atomic import (
-    AtomicFolder,
-    OutputFile,
-    bytes_of,
-    is_partial,
-    write_bytes,
+from megatron_nvfp4.checkpoint.archive import ArchiveWriter
+from megatron_nvfp4.checkpoint.atomic import AtomicFolder, OutputFile, is_partial, write_bytes
+from megatron_nvfp4.checkpoint.dcp_metadata import (
+    Chunk,
+    Key,
+    Written,
+    check_cover,
+    metadata_of,
+    read_metadata,
 )
-from megatron_nvfp4.checkpoint.hf import StoredTensor
-from megatron_nvfp4.checkpoint.unpickle import Opaque, load_pickle, load_saved, plain
+from megatron_nvfp4.checkpoint.rows import Rows
+from megatron_nvfp4.checkpoint.stored_tensor import StoredTensor
+from megatron_nvfp4.checkpoint.unpickle import load_saved, plain
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _COMMON = "common_state/shard_0_1"
@@ -52,7 +46,7 @@ def iteration_folder(folder: Path | str) -> Path:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder")
+        raise ValueError(f"{folder}: no such folder; name what Megatron's --save named")
     if is_partial(folder):
         raise ValueError(f"{folder}: was left by an unfinished run; remove it")
     if (folder / ".metadata").exists() or any(folder.glob("mp_rank_*")):
@@ -61,34 +55,20 @@ def iteration_folder(folder: Path | str) -> Path:
     if not tracker.is_file():
         raise ValueError(
             f"{folder}: holds neither {TRACKER} nor .metadata nor mp_rank_* folders; it is no "
-            "Megatron checkpoint, or its saving was cut short"
+            "Megatron checkpoint, or its saving was cut short: take another"
         )
     text = tracker.read_text().strip()
     if text != "release" and not text.isdecimal():
-        raise ValueError(f"{tracker}: {text!r:.40} is neither a number nor 'release'")
+        raise ValueError(
+            f"{tracker}: {text!r:.40} is neither a number nor 'release'; write the iteration there"
+        )
     found = folder / (text if text == "release" else f"iter_{int(text):07d}")
     if not found.is_dir():
-        raise ValueError(f"{found}: is missing, but {tracker} names it")
+        raise ValueError(f"{found}: is missing, but {tracker} names it; copy it again")
     return found
 
 
 # --- reading --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    start: int
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class _Key:
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: tuple[_Chunk, ...]
 
 
 class TorchDistReader:
@@ -106,13 +86,16 @@ class TorchDistReader:
         self.folder = iteration_folder(folder)
         path = self.folder / ".metadata"
         if not path.exists():
-            raise ValueError(f"{path}: is missing; not torch_dist, or its saving was cut short")
-        self._keys, self._objects = _read_metadata(path)
+            raise ValueError(
+                f"{path}: is missing; not torch_dist, or its saving was cut short: take another"
+            )
+        self._keys, self._objects = read_metadata(path)
         self._check_files()
         for key, value in self._keys.items():
             if not _OPTIMIZER.match(key):
                 check_cover(f"{self.folder}: {key}", value.shape, value.chunks)
-        self._index: dict[tuple[str, int], dict[tuple[int, ...], list[_Chunk]]] = {}
+        self._index: dict[tuple[str, int], dict[tuple[int, ...], list[Chunk]]] = {}
+        self._stored: dict[tuple[str, int], Any] = {}
         self.common: dict[str, Any] = self._read_common()
         self.layout: Layout = _layout_of(self._keys)
 
@@ -146,14 +129,16 @@ class TorchDistReader:
             0 <= i < size for i, size in zip(lead, found.shape, strict=False)
         )
         if not inside or (rows is not None and not (rest and 0 <= start <= stop <= rest[0])):
-            raise ValueError(f"{key}: layer={layer} expert={expert} rows={rows} of {found.shape}")
+            raise ValueError(
+                f"{key}: layer={layer} expert={expert} rows={rows} of {found.shape}; give what is inside"
+            )
         low = (*lead, start, *(0 for _ in rest[1:])) if rest else lead
         high = (*(i + 1 for i in lead), stop, *rest[1:]) if rest else tuple(i + 1 for i in lead)
         shape = (stop - start, *rest[1:]) if rest else ()
         return self._region(key, found, low, high, len(lead)).view(shape)
 
     def _region(
-        self, key: str, found: _Key, low: tuple[int, ...], high: tuple[int, ...], num_lead: int
+        self, key: str, found: Key, low: tuple[int, ...], high: tuple[int, ...], num_lead: int
     ) -> torch.Tensor:
         shape = [b - a for a, b in zip(low, high, strict=True)]
         result = None
@@ -172,10 +157,10 @@ class TorchDistReader:
             result[tuple(target)] = part
         return torch.empty(shape, dtype=found.dtype) if result is None else result
 
-    def _chunks(self, key: str, num_lead: int) -> dict[tuple[int, ...], list[_Chunk]]:
+    def _chunks(self, key: str, num_lead: int) -> dict[tuple[int, ...], list[Chunk]]:
         """The chunks of a key by the leading indices that they touch."""
         if (key, num_lead) not in self._index:
-            index: dict[tuple[int, ...], list[_Chunk]] = {}
+            index: dict[tuple[int, ...], list[Chunk]] = {}
             for chunk in self._keys[key].chunks:
                 extents = zip(chunk.offsets[:num_lead], chunk.sizes[:num_lead], strict=True)
                 for lead in itertools.product(*(range(o, o + s) for o, s in extents)):
@@ -183,19 +168,22 @@ class TorchDistReader:
             self._index[key, num_lead] = index
         return self._index[key, num_lead]
 
-    def _load(self, key: str, found: _Key, chunk: _Chunk) -> torch.Tensor:
+    def _load(self, key: str, found: Key, chunk: Chunk) -> torch.Tensor:
         path = self.folder / chunk.file
-        stored = load_saved(path, chunk.start, chunk.num_bytes)
+        place = (chunk.file, chunk.start)
+        if place not in self._stored:  # once: its checksum too is compared once
+            self._stored[place] = load_saved(path, chunk.start, chunk.num_bytes)
+        stored = self._stored[place]
         is_tensor = isinstance(stored, StoredTensor) and stored.dtype == found.dtype
         if not is_tensor or math.prod(stored.shape) != math.prod(chunk.sizes):
             raise ValueError(
-                f"{path}: at {chunk.start} is not the chunk of {key} that it should be"
+                f"{path}: at {chunk.start} is not the chunk of {key} that it should be; copy the folder again"
             )
         return stored.read().reshape(chunk.sizes)
 
-    def _key(self, key: str) -> _Key:
+    def _key(self, key: str) -> Key:
         if key not in self._keys:
-            raise ValueError(f"{self.folder}: holds no tensor {key}")
+            raise ValueError(f"{self.folder}: holds no tensor {key}; take one of `keys`")
         return self._keys[key]
 
     def _check_files(self) -> None:
@@ -206,11 +194,15 @@ class TorchDistReader:
         for file, end in sorted(ends.items()):
             path = self.folder / file
             if Path(file).name != file:
-                raise ValueError(f"{self.folder}/.metadata: names {file!r:.80}, not a file of it")
+                raise ValueError(
+                    f"{self.folder}/.metadata: names {file!r:.80}, not a file of it; copy it again"
+                )
             if not path.is_file():
                 raise ValueError(f"{path}: is missing, but .metadata names it; copy it again")
             if path.stat().st_size < end:
-                raise ValueError(f"{path}: is {path.stat().st_size} bytes, {end} needed: truncated")
+                raise ValueError(
+                    f"{path}: is {path.stat().st_size} bytes, {end} needed: truncated; copy it again"
+                )
 
     def _read_common(self) -> dict[str, Any]:
         legacy = self.folder / "common.pt"
@@ -224,7 +216,7 @@ class TorchDistReader:
             value = {}
         if not isinstance(value, dict):
             raise ValueError(
-                f"{self.folder}: its common state is {type(value).__name__}, not a dict"
+                f"{self.folder}: its common state is {type(value).__name__}, not a dict; copy it again"
             )
         value = plain(value)
         value.setdefault("args", {})
@@ -240,74 +232,7 @@ def _layout_of(keys: Mapping[str, Any]) -> Layout:
     return "homogeneous"
 
 
-def _read_metadata(path: Path) -> tuple[dict[str, _Key], dict[str, _Chunk]]:
-    """Tensors, and where objects lie, of a `.metadata` pickle."""
-    state = _state(load_pickle(path))
-    try:
-        places = {}
-        for index, info in state["storage_data"].items():
-            index, info = _state(index), _state(info)
-            if info.get("transform_descriptors"):
-                raise ValueError(f"{path}: {index['fqn']} is stored compressed; save it plainly")
-            offset = index.get("offset")
-            place = (info["relative_path"], info["offset"], info["length"])
-            places[index["fqn"], None if offset is None else tuple(offset)] = place
-        keys, objects = {}, {}
-        for name, value in state["state_dict_metadata"].items():
-            if not value.qualified_name.endswith("TensorStorageMetadata"):
-                objects[name] = _Chunk((), (), *places[name, None])
-                continue
-            value = _state(value)
-            dtype, chunks = _state(value["properties"])[0], []
-            for chunk in map(_state, value["chunks"]):
-                offsets = tuple(chunk["offsets"])
-                if (name, offsets) not in places:
-                    raise ValueError(f"{path}: {name}: the chunk at {offsets} lies nowhere")
-                chunks.append(_Chunk(offsets, tuple(chunk["sizes"]), *places[name, offsets]))
-            keys[name] = _Key(dtype, tuple(value["size"]), tuple(chunks))
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"{path}: is not DCP metadata as torch writes it ({error!r})") from error
-    return keys, objects
-
-
-def _state(value: Any) -> Any:
-    return value.state if isinstance(value, Opaque) else value
-
-
-def check_cover(what: str, shape: Sequence[int], chunks: Sequence[Any]) -> None:
-    """ValueError unless chunks (with offsets and sizes) fill a tensor exactly: no overlap, no hole.
-
-    Every chunk is counted in the cells of the grid that all chunks' edges make.
-    """
-    axes, edges = range(len(shape)), []
-    for chunk in chunks:
-        if len(chunk.offsets) != len(shape) or any(
-            not 0 <= chunk.offsets[a] <= chunk.offsets[a] + chunk.sizes[a] <= shape[a] for a in axes
-        ):
-            raise ValueError(f"{what}: chunk {chunk.offsets}+{chunk.sizes} lies outside {shape}")
-    for a in axes:
-        both = {c.offsets[a] for c in chunks} | {c.offsets[a] + c.sizes[a] for c in chunks}
-        edges.append({edge: number for number, edge in enumerate(sorted(both))})
-    seen: set[tuple[int, ...]] = set()
-    for chunk in chunks:
-        ends = zip(edges, chunk.offsets, chunk.sizes, strict=True)
-        for cell in itertools.product(*(range(at[o], at[o + s]) for at, o, s in ends)):
-            if cell in seen:
-                raise ValueError(f"{what}: the chunk at {chunk.offsets} overlaps another one")
-            seen.add(cell)
-    filled, total = sum(math.prod(c.sizes) for c in chunks), math.prod(shape)
-    if filled != total:
-        raise ValueError(f"{what}: {total - filled} of {total} values are in no chunk")
-
-
 # --- writing --------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Written:
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: list[_Chunk]
 
 
 class TorchDistWriter:
@@ -342,7 +267,7 @@ class TorchDistWriter:
         self._num_layers, self._num_experts = num_layers, num_experts
         self._extra_state = extra_state
         self._max_chunk, self._max_file = max_chunk_bytes, int(max_file_bytes)
-        self._written: dict[str, _Written] = {}
+        self._written: dict[str, Written] = {}
         self._states: set[str] = set()
         self._file: OutputFile | None = None
         self._num_files = 0
@@ -354,13 +279,13 @@ class TorchDistWriter:
     def write(
         self,
         key: str,
-        tensor: torch.Tensor,
+        tensor: torch.Tensor | Rows,
         *,
         layer: int | None = None,
         expert: int | None = None,
         halves: bool = False,
     ) -> None:
-        """Append one tensor: all of `key`, or its part at `layer`, `expert` or both.
+        """Append one tensor, whole or in pieces: all of `key`, or its part at `layer`, `expert` or both.
 
         halves: the rows are gate above up, which go to chunks of their own.
         """
@@ -368,17 +293,17 @@ class TorchDistWriter:
         lead = tuple(index for index, _ in axes if index is not None)
         sizes = tuple(size for index, size in axes if index is not None)
         if not all(0 <= index < size for index, size in zip(lead, sizes, strict=True)):
-            raise ValueError(f"{key}: layer={layer} expert={expert}, of {sizes}")
-        if halves and (tensor.dim() == 0 or tensor.shape[0] % 2):
-            raise ValueError(f"{key}: {tuple(tensor.shape)} has no two halves")
-        written = self._entry(key, tensor, sizes)
-        tensor = tensor.detach().cpu().contiguous()
-        for start, stop in self._cuts(tensor, halves):
-            part = tensor[start:stop] if tensor.dim() else tensor
-            offsets = (*lead, start, *(0 for _ in tensor.shape[1:])) if tensor.dim() else lead
+            raise ValueError(f"{key}: layer={layer} expert={expert}, of {sizes}; give one within")
+        rows = Rows.of(tensor)
+        if halves and (not rows.shape or rows.shape[0] % 2):
+            raise ValueError(f"{key}: {rows.shape} has no two halves; write it whole")
+        written = self._entry(key, rows, sizes)
+        for start, stop in self._cuts(rows, halves):
+            part = rows.slice(start, stop) if rows.shape else rows
+            offsets = (*lead, start, *(0 for _ in rows.shape[1:])) if rows.shape else lead
             shape = (*(1 for _ in lead), *part.shape)
-            place = self._save(part.view(shape))
-            written.chunks.append(_Chunk(offsets, shape, *place))
+            place = self._save(lambda archive, part=part, shape=shape: archive.save(part, shape))
+            written.chunks.append(Chunk(offsets, shape, *place))
         if self._extra_state and has_extra_state(key):
             module = key.rpartition(".")[0]
             at = ".".join(map(str, lead or (0,)))
@@ -386,18 +311,18 @@ class TorchDistWriter:
                 f"{module}._extra_state/shard_{at}_{'.'.join(map(str, sizes or (1,)))}"
             )
 
-    def _entry(self, key: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> _Written:
+    def _entry(self, key: str, tensor: Rows, sizes: tuple[int, ...]) -> Written:
         shape = (*sizes, *tensor.shape)
-        written = self._written.setdefault(key, _Written(tensor.dtype, shape, []))
+        written = self._written.setdefault(key, Written(tensor.dtype, shape, []))
         if (written.dtype, written.shape) != (tensor.dtype, shape):
             raise ValueError(
                 f"{key}: {tensor.dtype} {shape} beside {written.dtype} {written.shape}; parts of one "
-                "key are alike (layers that differ need a key each)"
+                "key are alike: give layers that differ a key each"
             )
         return written
 
-    def _cuts(self, tensor: torch.Tensor, halves: bool) -> Iterator[tuple[int, int]]:
-        if tensor.dim() == 0:
+    def _cuts(self, tensor: Rows, halves: bool) -> Iterator[tuple[int, int]]:
+        if not tensor.shape:
             yield 0, 1
             return
         num_rows, middle = tensor.shape[0], tensor.shape[0] // 2 if halves else 0
@@ -405,7 +330,8 @@ class TorchDistWriter:
         for low, high in ((0, middle), (middle, num_rows)):
             yield from ((at, min(at + step, high)) for at in range(low, high, step))
 
-    def _save(self, value: Any) -> tuple[str, int, int]:
+    def _save(self, value_in: Callable[[ArchiveWriter], Any]) -> tuple[str, int, int]:
+        """An archive of what `value_in` makes of it: the file, the place in it, and the bytes."""
         if self._file is not None and self._file.size >= self._max_file:
             self._file.close()
             self._file = None
@@ -413,28 +339,25 @@ class TorchDistWriter:
             self._file = OutputFile(self._path / f"__0_{self._num_files}.distcp")
             self._num_files += 1
         start = self._file.size
-        if isinstance(value, torch.Tensor) and 0 < value.nbytes < value.untyped_storage().nbytes():
-            # torch.save writes whole storages; this one holds just these bytes.
-            flat = torch.frombuffer(bytes_of(value), dtype=torch.uint8)
-            value = flat.view(value.dtype).view(value.shape)
+        archive = ArchiveWriter(self._file)
         try:
-            torch.save(value, self._file)
-        except Exception:
-            if self._file.error is None:
-                raise
-            raise self._file.error from None  # torch's own words say nothing of the disk
+            archive.finish(value_in(archive))
+        finally:
+            archive.abandon()
         return self._file.path.name, start, self._file.size - start
 
     def _finish(self) -> None:
         if not self._written:
-            raise ValueError(f"{self._output.target}: no tensor was written")
+            raise ValueError(f"{self._output.target}: no tensor was written; write one at least")
         for key, written in self._written.items():
             check_cover(key, written.shape, written.chunks)
-        objects = dict.fromkeys(sorted(self._states), self._save([None]))
-        objects[_COMMON] = self._save([self._full_common()])
+        # What Transformer Engine saves of a module without a state; all share one object's bytes.
+        nothing = self._save(lambda archive: [archive.save(torch.empty(0, dtype=torch.uint8))])
+        objects = dict.fromkeys(sorted(self._states), nothing)
+        objects[_COMMON] = self._save(lambda archive: [self._full_common()])
         assert self._file is not None
         self._file.close()
-        write_bytes(self._path / ".metadata", pickle.dumps(_metadata(self._written, objects)))
+        write_bytes(self._path / ".metadata", pickle.dumps(metadata_of(self._written, objects)))
         backend = b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
         write_bytes(self._path / "metadata.json", backend)
         tracker = "release" if self._iteration is None else str(self._iteration)
@@ -479,21 +402,3 @@ def has_extra_state(key: str) -> bool:
     """
     module = key.rpartition(".")[0].rpartition(".")[2]
     return module.startswith("linear_") or module.endswith(("norm", "eh_proj"))
-
-
-def _metadata(tensors: Mapping[str, _Written], objects: Mapping[str, Any]) -> Metadata:
-    entries: dict[str, Any] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    for key, written in tensors.items():
-        chunks = []
-        for number, chunk in enumerate(written.chunks):
-            offsets = torch.Size(chunk.offsets)
-            chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
-            info = _StorageInfo(chunk.file, chunk.start, chunk.num_bytes)
-            places[MetadataIndex(key, offsets, number)] = info
-        properties = TensorProperties(dtype=written.dtype)
-        entries[key] = TensorStorageMetadata(properties, torch.Size(written.shape), chunks)
-    for key, place in objects.items():
-        entries[key] = BytesStorageMetadata()
-        places[MetadataIndex(key)] = _StorageInfo(*place)
-    return Metadata(state_dict_metadata=entries, storage_data=places)

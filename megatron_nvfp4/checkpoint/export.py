@@ -42,6 +42,7 @@ from megatron_nvfp4.checkpoint.formats import (
 from megatron_nvfp4.checkpoint.hf import HFReader, HFWriter
 from megatron_nvfp4.checkpoint.plan import sources
 from megatron_nvfp4.checkpoint.progress import Progress
+from megatron_nvfp4.checkpoint.values import is_finite
 
 
 def export(
@@ -64,13 +65,7 @@ def export(
     ValueError naming a weight with a NaN or an Inf, and as HFWriter.
     """
     assert (plan.activations == "static") == (input_amax is not None)
-    producer = {
-        "name": "megatron_nvfp4",
-        "version": __version__,
-        "recipe": plan.recipe,
-        "weights": plan.weights,
-        "activations": plan.activations,
-    }
+    producer = _producer(plan)
     config = dict(source.config) | {
         "quantization_config": quantization_config(
             plan.form,
@@ -80,7 +75,6 @@ def export(
             producer=producer,
         )
     }
-    counts = {"quantized_bytes": 0, "quantized_values": 0, "kept_bytes": 0}
     with (
         HFWriter(
             out,
@@ -92,16 +86,7 @@ def export(
         ) as writer,
         Progress("export", sum(_source_bytes(source, layer) for layer in plan.layers)) as progress,
     ):
-        for group in _groups(plan.layers):
-            for name, tensor in _stored(source, group, plan.form, input_amax or {}, backend):
-                writer.write(name, tensor)
-                kind = "quantized_bytes" if group[0].quantized else "kept_bytes"
-                counts[kind] += tensor.nbytes
-            for layer in group:
-                counts["quantized_values"] += layer.quantized * math.prod(layer.target.shape)
-                progress.advance(_source_bytes(source, layer))
-        for name in plan.copied:
-            writer.write(name, source.read(name))
+        counts = _write(writer, source, plan, input_amax or {}, backend, progress)
         if plan.form is MODELOPT:
             writer.write_json(
                 "hf_quant_config.json", hf_quant_config(config["quantization_config"])
@@ -120,6 +105,39 @@ def export(
         "bits_per_weight": 8 * counts["quantized_bytes"] / counts["quantized_values"],
         "notes": plan.notes,
     }
+
+
+def _producer(plan: ExportPlan) -> dict[str, str]:
+    return {
+        "name": "megatron_nvfp4",
+        "version": __version__,
+        "recipe": plan.recipe,
+        "weights": plan.weights,
+        "activations": plan.activations,
+    }
+
+
+def _write(
+    writer: HFWriter,
+    source: Source,
+    plan: ExportPlan,
+    input_amax: Mapping[str, float],
+    backend: str,
+    progress: Progress,
+) -> dict[str, int]:
+    """All tensors of the plan; how many bytes and values of which kind they were."""
+    counts = {"quantized_bytes": 0, "quantized_values": 0, "kept_bytes": 0}
+    for group in _groups(plan.layers):
+        for name, tensor in _stored(source, group, plan.form, input_amax, backend):
+            writer.write(name, tensor)
+            kind = "quantized_bytes" if group[0].quantized else "kept_bytes"
+            counts[kind] += tensor.nbytes
+        for layer in group:
+            counts["quantized_values"] += layer.quantized * math.prod(layer.target.shape)
+            progress.advance(_source_bytes(source, layer))
+    for name in plan.copied:
+        writer.write(*_kept(name, source.read(name)))
+    return counts
 
 
 def _groups(layers: Sequence[Layer]) -> list[list[Layer]]:
@@ -144,7 +162,7 @@ def _stored(
     parts = [read_layer(source, layer) for layer in group]
     if not group[0].quantized:
         for tensors in parts:
-            yield from tensors.items()
+            yield from (_kept(name, tensor) for name, tensor in tensors.items())
         return
     amax = torch.stack([_amax(name, t) for tensors in parts for name, t in tensors.items()])
     amax = amax.max().reshape(1)
@@ -179,8 +197,21 @@ def _amax(name: str, weight: Tensor) -> Tensor:
     low, high = torch.aminmax(weight)
     amax = torch.maximum(-low.float(), high.float())
     if not torch.isfinite(amax):
-        raise ValueError(f"{name}: holds a NaN or an Inf; such a weight is not exported")
+        raise _not_finite(name)
     return amax
+
+
+def _kept(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """A tensor to write as it is."""
+    if not is_finite(tensor):
+        raise _not_finite(name)
+    return name, tensor
+
+
+def _not_finite(name: str) -> ValueError:
+    return ValueError(
+        f"{name}: holds a NaN or an Inf; such a weight is not exported, take an earlier checkpoint"
+    )
 
 
 def _quantize(

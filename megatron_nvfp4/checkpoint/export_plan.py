@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,10 +24,11 @@ from megatron_nvfp4.checkpoint.ignore import (
     ignore_list,
 )
 from megatron_nvfp4.checkpoint.plan import Architecture, Parameter, copies, hf_tensors, parameters
+from megatron_nvfp4.checkpoint.values import check_float
 from megatron_nvfp4.quant.nvfp4 import BLOCK
 from megatron_nvfp4.recipes import BF16, NVFP4Spec, Policy, Recipe, resolve
+from megatron_nvfp4.recipes.policy import layer_number_of
 
-INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Ways to round weights that are no training recipe of ours. They say how, the policy says which layers.
 # te: Transformer Engine's per-tensor 1x16, which most of our recipes share. modelopt: nvidia-modelopt's
 # division formula. nvfp4_online: what SGLang's option of that name does to expert weights as it loads them;
@@ -139,6 +141,7 @@ def plan_export(
     copied = _check_tensors(source, arch, names)
     rounding = ROUNDINGS.get(recipe or "")
     chosen = resolve(None if rounding else recipe, policy)
+    _check_rules(chosen, arch)
     per_expert = {name for name in names if not is_fused_expert(name)}
     targets = parameters(arch, hf_names=per_expert)
     kinds: dict[str, str] = {}
@@ -174,6 +177,23 @@ def plan_export(
     plan.ignore = ignore_list(plan.kept, plan.quantized, each_expert=form is not MODELOPT)
     _check_readers(plan)
     return plan
+
+
+def _check_rules(policy: Policy, arch: Architecture) -> None:
+    """ValueError naming a rule that selects no layer of the model, and the layers whose names are near."""
+    named = (_policy_name(target) for target in parameters(arch))
+    names = list(dict.fromkeys(name for name in named if name is not None))
+    for rule in policy.rules:
+        if any(rule.applies(name, layer_number_of(name)) for name in names):
+            continue
+        numbers = f"layer_numbers {list(rule.layer_numbers)}" if rule.layer_numbers else ""
+        match = f"match {rule.match!r}" if rule.match is not None else ""
+        near = get_close_matches(rule.match or "", names, n=3, cutoff=0.0)
+        raise ValueError(
+            f"policy: the rule with {' and '.join(filter(None, (match, numbers)))} selects none of the"
+            f" model's {arch.num_layers} layers; correct it"
+            + (f": names are like {', '.join(near)}" if match else "")
+        )
 
 
 def _recipe_of(target: Parameter, policy: Policy, arch: Architecture) -> Recipe | None:
@@ -252,7 +272,8 @@ def _check_tensors(source: Source, arch: Architecture, names: set[str]) -> list[
     missing = sorted(set(expected) - names)
     if missing:
         raise ValueError(
-            f"{missing[0]}: is missing, as are {len(missing) - 1} more tensors that config.json asks for"
+            f"{missing[0]}: is missing, as are {len(missing) - 1} more tensors that config.json asks for;"
+            " copy the checkpoint again, or correct config.json"
         )
     repeated = copies(arch, hf_names=names)
     for name in sorted(names):
@@ -262,17 +283,16 @@ def _check_tensors(source: Source, arch: Architecture, names: set[str]) -> list[
             raise ValueError(
                 f"{name}: is no tensor of model_type={arch.model_type!r}; remove it or correct config.json"
             )
-        shape = source.meta(name)[1]
+        dtype, shape = source.meta(name)
+        check_float(name, dtype)
         if name in expected and shape != expected[name]:
-            raise ValueError(f"{name}: shape {shape}, config.json asks for {expected[name]}")
+            raise ValueError(
+                f"{name}: shape {shape}, config.json asks for {expected[name]}; correct one of them"
+            )
     return [name for name in repeated if name in names]
 
 
 def _check_weight(source: Source, layer: Layer) -> None:
-    for rows in layer.source.rows:
-        dtype = source.meta(rows.hf_name)[0]
-        if dtype not in INPUT_DTYPES:
-            raise ValueError(f"{rows.hf_name}: holds {dtype}; give a BF16, FP16 or FP32 checkpoint")
     num_columns = layer.target.shape[1]
     if num_columns % BLOCK:
         raise ValueError(
@@ -312,9 +332,11 @@ def read_input_amax(path: str | Path, modules: Sequence[str]) -> tuple[dict[str,
     try:
         given = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"--input-amax {path}: {error}") from error
+        raise ValueError(
+            f"--input-amax {path}: {error}; give a JSON file {{module: amax}}"
+        ) from error
     if not isinstance(given, dict):
-        raise ValueError(f"--input-amax {path}: expected {{module: amax}}")
+        raise ValueError(f"--input-amax {path}: give a JSON object {{module: amax}}")
     groups = {module: _input_groups(module, fused) for module, fused in fused_with(modules).items()}
     shared: dict[str, float] = {}
     of_layer: dict[str, float] = {}
@@ -340,7 +362,8 @@ def read_input_amax(path: str | Path, modules: Sequence[str]) -> tuple[dict[str,
             found[module] = value
     if missing:
         raise ValueError(
-            f"--input-amax {path}: no amax of {missing[0]} and {len(missing) - 1} more quantised modules"
+            f"--input-amax {path}: no amax of {missing[0]} and {len(missing) - 1} more quantised modules; "
+            "measure them too"
         )
     return found, len(unseen)
 

@@ -229,14 +229,16 @@ def format_of(config: Mapping[str, Any]) -> ServingFormat:
     method = config.get("quant_method", MODELOPT.name if "quant_algo" in config else None)
     if method not in FORMATS:
         raise ValueError(
-            f"quantization_config.quant_method={method!r}: known here are {', '.join(FORMATS)}"
+            f"quantization_config.quant_method={method!r}: is not checked here; give a file of "
+            + " or ".join(FORMATS)
         )
     form = FORMATS[method]
     key = "quant_algo" if form is MODELOPT else "format"
     known = ("NVFP4", "W4A16_NVFP4") if form is MODELOPT else ("nvfp4-pack-quantized",)
     if config.get(key) not in known:
         raise ValueError(
-            f"quantization_config.{key}={config.get(key)!r}: not NVFP4 ({' or '.join(known)})"
+            f"quantization_config.{key}={config.get(key)!r}: is not NVFP4; give a file of "
+            + " or ".join(known)
         )
     return form
 

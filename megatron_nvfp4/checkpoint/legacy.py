@@ -11,16 +11,16 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
-from megatron_nvfp4.checkpoint.atomic import AtomicFolder, write_bytes
+from megatron_nvfp4.checkpoint.archive import ArchiveWriter
+from megatron_nvfp4.checkpoint.atomic import AtomicFolder, OutputFile, write_bytes
 from megatron_nvfp4.checkpoint.dcp import TRACKER, has_extra_state, iteration_folder
-from megatron_nvfp4.checkpoint.hf import StoredTensor
-from megatron_nvfp4.checkpoint.unpickle import ArchiveWriter, load_saved, plain
-
-Split = Literal["rows", "halves", "columns"] | None
+from megatron_nvfp4.checkpoint.rows import Rows, Split, part_of, split_rows
+from megatron_nvfp4.checkpoint.stored_tensor import StoredTensor
+from megatron_nvfp4.checkpoint.unpickle import load_saved, plain
 
 _FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_(\d{3}))?")
@@ -34,19 +34,6 @@ class _Rank(NamedTuple):
     tp: int
     pp: int
     ep: int
-
-
-def split_rows(
-    num_rows: int, num_ranks: int, split: Split
-) -> Iterator[tuple[int, int, int]]:  # rank, first and last row in its part
-    """The rows of a whole tensor from top to bottom, as rows of the ranks' parts of `num_rows` each.
-
-    "halves": every rank's part is its rows of the upper half above those of the lower half.
-    """
-    ranks = range(num_ranks if split in ("rows", "halves") else 1)
-    step = num_rows // 2 if split == "halves" else num_rows
-    for half in range(2 if split == "halves" else 1):
-        yield from ((rank, half * step, (half + 1) * step) for rank in ranks)
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -93,7 +80,9 @@ class LegacyReader:
         if split is not None:
             axis = 1 if split == "columns" else 0
             if len(shape) <= axis or (split == "halves" and shape[0] % 2):
-                raise ValueError(f"{key}: parts of {parts[0].shape} were not cut by {split}")
+                raise ValueError(
+                    f"{key}: parts of {parts[0].shape} were not cut by {split}; give the split of its model"
+                )
             shape[axis] *= len(parts)
         return parts[0].dtype, tuple(shape)
 
@@ -105,7 +94,7 @@ class LegacyReader:
         parts = self._whole(key)
         start, stop = (0, shape[0] if shape else 0) if rows is None else rows
         if rows is not None and not (shape and 0 <= start <= stop <= shape[0]):
-            raise ValueError(f"{key}: rows [{start}, {stop}) of shape {shape}")
+            raise ValueError(f"{key}: rows [{start}, {stop}) of shape {shape}; give rows inside")
         if not shape:
             return parts[0].read()
         if split == "columns" and len(parts) > 1:
@@ -123,7 +112,7 @@ class LegacyReader:
 
     def _whole(self, key: str) -> dict[int, StoredTensor]:
         if key not in self._parts:
-            raise ValueError(f"{self.folder}: holds no parameter {key}")
+            raise ValueError(f"{self.folder}: holds no parameter {key}; take one of `keys`")
         return self._parts[key]
 
     def _rank_files(self) -> dict[tuple[str, ...], Path]:
@@ -131,14 +120,16 @@ class LegacyReader:
         for path in sorted(self.folder.glob("mp_rank_*")):
             match = _RANK.fullmatch(path.name)
             if match is None:
-                raise ValueError(f"{path}: is not named as a rank's folder")
+                raise ValueError(f"{path}: is not named as a rank's folder; remove it")
             if not (path / _FILE).is_file():
                 raise ValueError(f"{path / _FILE}: is missing; copy it again")
             found[tuple(part for part in match.groups() if part is not None)] = path / _FILE
         if not found:
-            raise ValueError(f"{self.folder}: holds no mp_rank_* folders")
+            raise ValueError(f"{self.folder}: holds no mp_rank_* folders; name what --save named")
         if len({len(name) for name in found}) > 1:
-            raise ValueError(f"{self.folder}: rank folders of two different runs: {sorted(found)}")
+            raise ValueError(
+                f"{self.folder}: rank folders of two runs, {sorted(found)}; remove one's"
+            )
         return found
 
     def _ranks(self, files: Mapping[tuple[str, ...], Path]) -> dict[_Rank, Path]:
@@ -163,14 +154,19 @@ class LegacyReader:
             if missing or max(found) >= size:
                 raise ValueError(
                     f"{self.folder}: the args say {name}_model_parallel_size={size}; "
-                    + (f"ranks {missing} are missing" if missing else "there are more ranks")
+                    + (
+                        f"ranks {missing} are missing, copy them again"
+                        if missing
+                        else "there are more ranks, remove those of another run"
+                    )
                 )
             sizes[axis] = size
         sizes["etp"] = args.get("expert_tensor_parallel_size") or sizes["tp"]
         if sizes["tp"] % sizes["etp"]:
             raise ValueError(
                 f"{self.folder}: expert_tensor_parallel_size={sizes['etp']} does not divide "
-                f"tensor_model_parallel_size={sizes['tp']}; this format cannot hold its ranks"
+                f"tensor_model_parallel_size={sizes['tp']}; this format cannot hold its ranks: save it as "
+                "torch_dist"
             )
         return sizes
 
@@ -182,7 +178,7 @@ class LegacyReader:
                 (n for n in state if re.fullmatch(r"model\d+", n)), key=lambda n: int(n[5:])
             )
         if not names or any(not isinstance(state.get(name), dict) for name in names):
-            raise ValueError(f"{path}: holds no model")
+            raise ValueError(f"{path}: holds no model; take a checkpoint of training")
         for name in names:
             nested = [key for key, value in state[name].items() if isinstance(value, dict)]
             if nested:
@@ -208,9 +204,13 @@ class LegacyReader:
             for stage, model in enumerate(models):
                 numbers = {int(m[2]) for key in model if (m := _LAYER.search(key))}
                 if numbers != set(range(len(numbers))):
-                    raise ValueError(f"{self.folder}: {rank} holds layers {sorted(numbers)}")
+                    raise ValueError(
+                        f"{self.folder}: {rank} holds layers {sorted(numbers)}; copy it again"
+                    )
                 if counts.setdefault((stage, rank.pp), len(numbers)) != len(numbers):
-                    raise ValueError(f"{self.folder}: ranks of stage {rank.pp} differ in layers")
+                    raise ValueError(
+                        f"{self.folder}: ranks of stage {rank.pp} differ in layers; copy them again"
+                    )
         order = sorted(counts)
         total = itertools.accumulate((counts[place] for place in order), initial=0)
         first = dict(zip(order, total, strict=False))
@@ -218,7 +218,7 @@ class LegacyReader:
         if num_layers and sum(counts.values()) != num_layers:
             raise ValueError(
                 f"{self.folder}: its stages hold {sum(counts.values())} layers, the args say "
-                f"num_layers={num_layers}"
+                f"num_layers={num_layers}; copy all ranks' folders again"
             )
         return first
 
@@ -251,19 +251,21 @@ class LegacyReader:
             missing = sorted(set(range(num_parts)) - set(parts))
             if missing:
                 raise ValueError(
-                    f"{self.folder}: {key}: parts of tensor parallel ranks {missing} are missing"
+                    f"{self.folder}: {key}: parts of tensor parallel ranks {missing} are missing; copy "
+                    "them again"
                 )
             kinds = {(part.dtype, part.shape) for part in parts.values()}
             if len(kinds) > 1:
                 raise ValueError(
-                    f"{self.folder}: {key}: its parts differ: {sorted(map(str, kinds))}"
+                    f"{self.folder}: {key}: its parts differ: {sorted(map(str, kinds))}; the ranks are "
+                    "of different runs, copy them again"
                 )
 
 
 def _load(path: Path) -> dict[str, Any]:
     state = load_saved(path)
     if not isinstance(state, dict):
-        raise ValueError(f"{path}: holds a {type(state).__name__}, not a checkpoint")
+        raise ValueError(f"{path}: holds a {type(state).__name__}, not a checkpoint; copy it again")
     return state
 
 
@@ -317,7 +319,8 @@ class LegacyWriter:
         self._common, self._iteration, self._tied = dict(common), iteration, tied
         self._extra_state = extra_state
         self._seen: set[str] = set()
-        self._files: dict[_Rank, ArchiveWriter] = {}
+        self._files: dict[_Rank, OutputFile] = {}
+        self._archives: dict[_Rank, ArchiveWriter] = {}
         self._models: dict[_Rank, list[dict[str, Any]]] = {}
         self._output = AtomicFolder(folder, force=force, needed_bytes=needed_bytes)
         name = "release" if iteration is None else f"iter_{iteration:07d}"
@@ -327,7 +330,8 @@ class LegacyWriter:
             ):
                 path = self._output.path / name / self._folder_name(rank)
                 path.mkdir(parents=True)
-                self._files[rank] = ArchiveWriter(path / _FILE)
+                self._files[rank] = OutputFile(path / _FILE)
+                self._archives[rank] = ArchiveWriter(self._files[rank])
                 self._models[rank] = [{} for _ in range(vpp)]
         except BaseException:
             self._abandon()
@@ -336,11 +340,15 @@ class LegacyWriter:
     def _check_sizes(self) -> None:
         stages = self._pp * self._vpp
         if self._num_layers % stages:
-            raise ValueError(f"num_layers={self._num_layers} is no multiple of pp * vpp = {stages}")
+            raise ValueError(
+                f"num_layers={self._num_layers} is no multiple of pp * vpp = {stages}; choose other sizes"
+            )
         if self._vpp > 1 and self._pp == 1:
-            raise ValueError(f"vpp={self._vpp} needs pp > 1")
+            raise ValueError(f"vpp={self._vpp} needs pp > 1; leave one of them out, or raise pp")
         if self._num_experts % self._ep or (self._ep > 1 and not self._num_experts):
-            raise ValueError(f"num_experts={self._num_experts} is no multiple of ep={self._ep}")
+            raise ValueError(
+                f"num_experts={self._num_experts} is no multiple of ep={self._ep}; choose another ep"
+            )
         if self._tp % self._etp:
             raise ValueError(
                 f"etp={self._etp} does not divide tp={self._tp}; the torch format has no names for "
@@ -351,15 +359,15 @@ class LegacyWriter:
         stage = f"_{rank.pp:03d}" if self._pp > 1 else ""
         return f"mp_rank_{rank.tp:02d}{stage}" + (f"_{rank.ep:03d}" if self._ep > 1 else "")
 
-    def write(self, key: str, tensor: torch.Tensor, split: Split = None) -> None:
-        """Append a whole parameter under its canonical key; `split` as in LegacyReader."""
+    def write(self, key: str, tensor: torch.Tensor | Rows, split: Split = None) -> None:
+        """Append a whole parameter, or its pieces, under its canonical key; `split` as in LegacyReader."""
         if key in self._seen:
-            raise ValueError(f"{key}: written twice")
+            raise ValueError(f"{key}: written twice; write each parameter once")
         self._seen.add(key)
-        tensor = tensor.detach().cpu()
+        rows = Rows.of(tensor)
         number = _expert_number(key)
         num_ranks = self._tp if number is None else self._etp
-        parts = [_part(key, tensor, split, rank, num_ranks) for rank in range(num_ranks)]
+        parts = [part_of(key, rows, split, rank, num_ranks) for rank in range(num_ranks)]
         for stage, pp, name in self._stages(key):
             for tp, ep in itertools.product(range(self._tp), range(self._ep)):
                 local = name
@@ -377,7 +385,9 @@ class LegacyWriter:
         if match is not None:
             layer, per_stage = int(match[2]), self._num_layers // (self._pp * self._vpp)
             if layer >= self._num_layers:
-                raise ValueError(f"{key}: layer {layer} of {self._num_layers}")
+                raise ValueError(
+                    f"{key}: layer {layer} of {self._num_layers}; give the model's num_layers"
+                )
             stage, pp = divmod(layer // per_stage, self._pp)
             yield stage, pp, _LAYER.sub(lambda m: f"{m[1]}{layer % per_stage}.", key)
         elif key.startswith("embedding."):
@@ -390,8 +400,8 @@ class LegacyWriter:
         else:
             yield *last, key
 
-    def _save(self, rank: _Rank, stage: int, key: str, tensor: torch.Tensor) -> None:
-        file, model = self._files[rank], self._models[rank][stage]
+    def _save(self, rank: _Rank, stage: int, key: str, tensor: Rows) -> None:
+        file, model = self._archives[rank], self._models[rank][stage]
         model[key] = file.save(tensor)
         if not self._extra_state:
             return
@@ -410,19 +420,24 @@ class LegacyWriter:
         layers = {int(match[2]) for key in self._seen if (match := _LAYER.search(key))}
         missing = sorted(set(range(self._num_layers)) - layers)
         if missing:
-            raise ValueError(f"{self._output.target}: layers {missing} were never written")
+            raise ValueError(
+                f"{self._output.target}: layers {missing} were never written; write all"
+            )
         args = self._common.get("args", {})
         args = argparse.Namespace(**args) if isinstance(args, Mapping) else args
         defaults = {"checkpoint_version": 3.0, "iteration": self._iteration or 0}
-        for rank, file in self._files.items():
+        for rank, archive in self._archives.items():
             models = self._models[rank]
             named = {"model" if len(models) == 1 else f"model{i}": m for i, m in enumerate(models)}
-            file.finish({**defaults, **self._common, "args": args, **named})
+            archive.finish({**defaults, **self._common, "args": args, **named})
+            self._files[rank].close()
         tracker = "release" if self._iteration is None else str(self._iteration)
         write_bytes(self._output.path / TRACKER, tracker.encode())
         self._output.publish()
 
     def _abandon(self) -> None:
+        for archive in self._archives.values():
+            archive.abandon()
         for file in self._files.values():
             file.abandon()
         self._output.discard()  # nothing is left to discard once published
@@ -441,17 +456,6 @@ class LegacyWriter:
                 self._finish()
         finally:
             self._abandon()
-
-
-def _part(key: str, tensor: torch.Tensor, split: Split, rank: int, num_ranks: int) -> torch.Tensor:
-    """One rank's part of a whole parameter, contiguous."""
-    if split is None or num_ranks == 1:
-        return tensor.contiguous()
-    axis, halves = (1 if split == "columns" else 0), (2 if split == "halves" else 1)
-    if tensor.dim() <= axis or tensor.shape[axis] % (halves * num_ranks):
-        raise ValueError(f"{key}: {tuple(tensor.shape)} cannot be cut by {split} into {num_ranks}")
-    parts = [half.chunk(num_ranks, dim=axis)[rank] for half in tensor.chunk(halves, dim=axis)]
-    return torch.cat(parts) if halves == 2 else parts[0].contiguous()
 
 
 def _expert_local(key: str, expert: int) -> str:

@@ -94,7 +94,7 @@ def parameters(
     if vocab < arch.vocab_size:
         raise ValueError(
             f"{EMBEDDING}: {vocab} rows cannot hold vocab_size={arch.vocab_size} of config.json;"
-            " the two are of different models"
+            " the two are of different models: give the right --hf-config"
         )
 
     def vocabulary(key: str, hf_name: str) -> Parameter:

@@ -1,6 +1,5 @@
 """Whole parameters out of a Megatron checkpoint folder, by their canonical names, in any format."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,10 @@ from torch import Tensor
 
 from megatron_nvfp4.checkpoint.architecture import Architecture
 from megatron_nvfp4.checkpoint.dcp import TorchDistReader, iteration_folder
-from megatron_nvfp4.checkpoint.legacy import LegacyReader, Split
+from megatron_nvfp4.checkpoint.legacy import LegacyReader
 from megatron_nvfp4.checkpoint.names import Address, from_local_name, is_weight, stored_parameters
 from megatron_nvfp4.checkpoint.plan import EMBEDDING, OUTPUT, Parameter, parameters
+from megatron_nvfp4.checkpoint.rows import Split
 
 
 class DistributedParameters:
@@ -33,7 +33,8 @@ class DistributedParameters:
         places = self._places.setdefault(name, [])
         if any(place.half == address.half for place in places):
             raise ValueError(
-                f"{name}: stored twice in {self.folder}, as {places[0].key} and {address.key}"
+                f"{name}: stored twice in {self.folder}, as {places[0].key} and {address.key}; "
+                "save it without one of them"
             )
         places.append(address)
         places.sort(key=lambda place: place.half or "")  # gate before up
@@ -88,7 +89,8 @@ class LegacyParameters:
             key = from_local_name(name, arch)
             if key in self._places:
                 raise ValueError(
-                    f"{key}: stored twice in {self.folder}, as {self._places[key][0]} and {name}"
+                    f"{key}: stored twice in {self.folder}, as {self._places[key][0]} and {name}; "
+                    "save it without one of them"
                 )
             self._places[key] = name, self._split(name, expected.get(key))
 
@@ -120,17 +122,3 @@ def open_parameters(
     if any(folder.glob("mp_rank_*")):
         return LegacyParameters(LegacyReader(folder), arch)
     return DistributedParameters(TorchDistReader(folder), arch)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a folder; ValueError where there is none."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; name a folder with the model's config.json")
-    try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: holds no object")
-    return config

@@ -17,7 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the model's Hugging Face folder: config.json, tokenizer; weights are not needed",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to create")
-    parser.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB")
+    parser.add_argument(
+        "--max-shard-gb",
+        type=float,
+        metavar="GB",
+        help="default: the files of --hf-config where its weights or index are there, else 5",
+    )
     parser.add_argument("--force", action="store_true", help="replace the output folder")
 
 
@@ -27,7 +32,7 @@ def main(options: argparse.Namespace) -> int:
         options.megatron,
         options.hf_config,
         options.out,
-        max_shard_bytes=options.max_shard_gb * 1e9,
+        max_shard_bytes=None if options.max_shard_gb is None else options.max_shard_gb * 1e9,
         force=options.force,
     )
     return 0

@@ -1,4 +1,4 @@
-"""Reads what torch and Megatron pickled without running any of it, and writes such files as a stream.
+"""Reads what torch and Megatron pickled without running any of it.
 
 A pickle is a program that may name any function. Only the names below are known here. Those that
 build data are answered by this module's own functions, tensors by their place in the file; enums and
@@ -17,11 +17,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from megatron_nvfp4.checkpoint.atomic import OutputFile, bytes_of
-from megatron_nvfp4.checkpoint.hf import StoredTensor
+from megatron_nvfp4.checkpoint.stored_tensor import Checksum, StoredTensor
 
-_LOCAL_HEADER = 30  # bytes of a zip entry's header in front of its name
-_ALIGNMENT = 64  # of tensors in an archive, as torch has it, so that readers may map them
+LOCAL_HEADER = 30  # bytes of a zip entry's header in front of its name
 # Their objects are kept as names and values. No module of these is imported.
 _OPAQUE_PACKAGES = (
     "megatron.",
@@ -54,7 +52,7 @@ _DTYPES = {
     for value in vars(torch).values()
     if isinstance(value, torch.dtype)
 }
-_STORAGES = {
+STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -114,31 +112,38 @@ def load_pickle(path: Path | str, *, limit: int = 1 << 32) -> Any:
     """
     path = Path(path)
     if path.stat().st_size > limit:
-        raise ValueError(f"{path}: {path.stat().st_size} bytes are too many for a bare pickle")
+        raise ValueError(
+            f"{path}: {path.stat().st_size} bytes are too many for a bare pickle; is it another file?"
+        )
     return _unpickle(path.read_bytes(), path, {})
 
 
 def load_saved(path: Path | str, offset: int = 0, length: int | None = None) -> Any:
     """What torch.save put into a file, or into `length` bytes of it from `offset` on.
 
-    Tensors come as StoredTensor and are not loaded. Errors: as `load_pickle`; also ValueError for
-    the format of torch before 1.6, compressed or big-endian files, and tensors outside their data.
+    Tensors come as StoredTensor and are not loaded; reading one checks its record's CRC-32, which the
+    pickle's has passed by then. Errors: as `load_pickle`; also ValueError for the format of torch before
+    1.6, compressed or big-endian files, and tensors outside their data.
     """
     path = Path(path)
     size = path.stat().st_size
     length = size - offset if length is None else length
     if offset < 0 or length < 0 or offset + length > size:
-        raise ValueError(f"{path}: is {size} bytes, {offset} + {length} are needed: truncated?")
+        raise ValueError(
+            f"{path}: is {size} bytes, {offset} + {length} are needed: truncated; copy it again"
+        )
     with open(path, "rb", buffering=0) as file:
         try:
             archive = zipfile.ZipFile(io.BufferedReader(_Part(file, offset, length)))
             with archive:
+                _forget_absent_sums(archive)
                 root, storages = _storage_places(archive, file, offset, path)
                 data = archive.read(f"{root}/data.pkl")
         except (zipfile.BadZipFile, KeyError, EOFError) as error:
             raise ValueError(
-                f"{path}: {length} bytes at {offset} are no zip archive of torch.save ({error}); "
-                "truncated, damaged, or written by torch before 1.6 (load and save it again there)"
+                f"{path}: {length} bytes at {offset} are no zip archive of torch.save ({error}): "
+                "truncated or damaged (copy it again), or written by torch before 1.6 (load and save it "
+                "again there)"
             ) from error
     return _unpickle(data, path, storages)
 
@@ -182,32 +187,54 @@ class _Part(io.RawIOBase):
         return read
 
 
+def _forget_absent_sums(archive: zipfile.ZipFile) -> None:
+    """torch.serialization.set_crc32_options(False) writes zeros for sums, which say nothing."""
+    entries = archive.infolist()
+    if all(entry.CRC == 0 for entry in entries):
+        for entry in entries:
+            del entry.CRC  # as zipfile has it for entries that are not to be checked
+
+
 def _storage_places(
     archive: zipfile.ZipFile, file: io.FileIO, offset: int, path: Path
-) -> tuple[str, dict[str, tuple[int, int]]]:
-    """The archive's root folder, and for each storage (place in the file, bytes)."""
+) -> tuple[str, dict[str, "_Place"]]:
+    """The archive's root folder, and where each storage is."""
     entries = archive.infolist()
     if not entries:
         raise zipfile.BadZipFile("it is empty")
     root = entries[0].filename.partition("/")[0]
     order = f"{root}/byteorder"
     if order in archive.namelist() and archive.read(order) != b"little":
-        raise ValueError(f"{path}: was written on a big-endian machine")
+        raise ValueError(
+            f"{path}: was written on a big-endian machine; load and save it on another"
+        )
     found = {}
     prefix = f"{root}/data/"
     for entry in entries:
         if not entry.filename.startswith(prefix):
             continue
         if entry.compress_type != zipfile.ZIP_STORED:
-            raise ValueError(f"{path}: {entry.filename} is compressed; torch.save never does that")
+            raise ValueError(
+                f"{path}: {entry.filename} is compressed, which torch.save never does; load and save it "
+                "again"
+            )
         file.seek(offset + entry.header_offset)
-        header = file.read(_LOCAL_HEADER)
-        if len(header) != _LOCAL_HEADER or header[:4] != b"PK\x03\x04":
+        header = file.read(LOCAL_HEADER)
+        if len(header) != LOCAL_HEADER or header[:4] != b"PK\x03\x04":
             raise zipfile.BadZipFile(f"no header of {entry.filename}")
         names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        start = offset + entry.header_offset + _LOCAL_HEADER + names
-        found[entry.filename.removeprefix(prefix)] = (start, entry.file_size)
+        start = offset + entry.header_offset + LOCAL_HEADER + names
+        checksum = None
+        if hasattr(entry, "CRC"):
+            checksum = Checksum(path, entry.filename, start, entry.file_size, entry.CRC)
+        found[entry.filename.removeprefix(prefix)] = _Place(start, entry.file_size, checksum)
     return root, found
+
+
+class _Place(NamedTuple):
+    start: int
+    num_bytes: int
+    checksum: Checksum | None
 
 
 # --- what a pickle may ask for --------------------------------------------------------------------
@@ -227,8 +254,9 @@ class _Storage:
 
     __setstate__ = _no_state
 
-    def __init__(self, path: Path, dtype: torch.dtype, start: int, num_bytes: int):
-        self.path, self.dtype, self.start, self.num_bytes = path, dtype, start, num_bytes
+    def __init__(self, path: Path, dtype: torch.dtype, place: _Place):
+        self.path, self.dtype = path, dtype
+        self.start, self.num_bytes, self.checksum = place
 
 
 class _Builder:
@@ -264,7 +292,13 @@ def _tensor(storage: Any, offset: int, shape: Any, stride: Any, *rest: Any) -> S
         step *= size
     is_plain = contiguous or used == 0
     return StoredTensor(
-        storage.path, dtype, shape, start, used * dtype.itemsize, None if is_plain else stride
+        storage.path,
+        dtype,
+        shape,
+        start,
+        used * dtype.itemsize,
+        None if is_plain else stride,
+        storage.checksum,
     )
 
 
@@ -328,7 +362,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, path: Path, storages: dict[str, tuple[int, int]]):
+    def __init__(self, data: bytes, path: Path, storages: dict[str, _Place]):
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self._path, self._storages = path, storages
 
@@ -337,8 +371,8 @@ class _Unpickler(pickle.Unpickler):
             return _ALLOWED[module, name]
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
-        if module in ("torch", "torch.storage") and name in _STORAGES:
-            return _STORAGES[name]
+        if module in ("torch", "torch.storage") and name in STORAGES:
+            return STORAGES[name]
         if (module, name) in _OPAQUE or f"{module}.".startswith(_OPAQUE_PACKAGES):
             return _opaque(module, name)
         raise _RefusedError(f"{module}.{name}")
@@ -349,13 +383,15 @@ class _Unpickler(pickle.Unpickler):
             raise _RefusedError(f"a persistent object {kind!r:.80}")
         if key not in self._storages:
             raise _RefusedError(f"a storage {key!r:.80} that is not in the file")
-        start, num_bytes = self._storages[key]
-        if num_bytes != count * dtype.itemsize:
-            raise _RefusedError(f"storage {key}: {num_bytes} bytes are not {count} of {dtype}")
-        return _Storage(self._path, dtype, start, num_bytes)
+        place = self._storages[key]
+        if place.num_bytes != count * dtype.itemsize:
+            raise _RefusedError(
+                f"storage {key}: {place.num_bytes} bytes are not {count} of {dtype}"
+            )
+        return _Storage(self._path, dtype, place)
 
 
-def _unpickle(data: bytes, path: Path, storages: dict[str, tuple[int, int]]) -> Any:
+def _unpickle(data: bytes, path: Path, storages: dict[str, _Place]) -> Any:
     try:
         return _Unpickler(data, path, storages).load()
     except _RefusedError as error:
@@ -365,83 +401,5 @@ def _unpickle(data: bytes, path: Path, storages: dict[str, tuple[int, int]]) -> 
         ) from None
     except Exception as error:  # a damaged pickle fails in as many ways as there are opcodes
         raise ValueError(
-            f"{path}: its pickle is damaged ({type(error).__name__}: {error})"
+            f"{path}: its pickle is damaged ({type(error).__name__}: {error}); copy the file again"
         ) from error
-
-
-# --- writing --------------------------------------------------------------------------------------
-
-
-class _StorageId(NamedTuple):
-    number: int
-    dtype: torch.dtype
-    num_values: int
-
-
-class _Saved(NamedTuple):
-    """A tensor whose bytes are in the archive already."""
-
-    storage: _StorageId
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-class ArchiveWriter:
-    """A file as torch.save makes it, with the tensors first, each as it comes, and the pickle last.
-
-    `save` appends a tensor and returns what stands for it in the object given to `finish`.
-    """
-
-    def __init__(self, path: Path):
-        self._file = OutputFile(path)
-        self._archive = zipfile.ZipFile(self._file, "w", zipfile.ZIP_STORED)  # type: ignore[arg-type]
-        self._num_storages = 0
-
-    def save(self, tensor: torch.Tensor) -> Any:
-        """Append a contiguous CPU tensor. ValueError: a dtype without a storage type of its own."""
-        if tensor.dtype not in _STORAGES.values():
-            raise ValueError(f"{self._file.path}: {tensor.dtype} has no storage type in torch.save")
-        storage = _StorageId(self._num_storages, tensor.dtype, tensor.numel())
-        self._num_storages += 1
-        self._record(f"data/{storage.number}", bytes_of(tensor))
-        return _Saved(storage, tuple(tensor.shape), tensor.stride())
-
-    def finish(self, value: Any) -> None:
-        """Write the pickle of `value`, which may hold what `save` returned, and wait for the disk."""
-        buffer = io.BytesIO()
-        _Pickler(buffer, protocol=2).dump(value)
-        self._record("data.pkl", buffer.getbuffer())
-        self._record("byteorder", b"little")
-        self._record("version", b"3\n")
-        self._archive.close()
-        self._file.close()
-
-    def abandon(self) -> None:
-        """Close without completing the file. Safe after `finish`."""
-        self._archive.fp = None  # else it would be completed when it is collected
-        self._file.abandon()
-
-    def _record(self, name: str, data: bytes | memoryview) -> None:
-        entry = zipfile.ZipInfo(f"archive/{name}", (1980, 1, 1, 0, 0, 0))
-        entry.file_size = len(data)
-        is_large = len(data) > zipfile.ZIP64_LIMIT // 2
-        # In front of the data stand the header, the name, a large entry's sizes, and the padding.
-        start = self._file.size + _LOCAL_HEADER + len(entry.filename) + 20 * is_large + 4
-        padding = -start % _ALIGNMENT
-        entry.extra = b"FB" + padding.to_bytes(2, "little") + bytes(padding)
-        with self._archive.open(entry, "w", force_zip64=is_large) as stream:
-            stream.write(data)
-
-
-class _Pickler(pickle.Pickler):
-    def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, _StorageId):
-            return None
-        name = next(name for name, dtype in _STORAGES.items() if dtype == value.dtype)
-        return "storage", getattr(torch, name), str(value.number), "cpu", value.num_values
-
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, _Saved):
-            return NotImplemented
-        arguments = (value.storage, 0, value.shape, value.stride, False, OrderedDict())
-        return torch._utils._rebuild_tensor_v2, arguments

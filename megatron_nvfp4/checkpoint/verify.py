@@ -7,12 +7,9 @@ BF16 original at hand also what the weights decode to. Each fault names its tens
 import argparse
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_nvfp4.checkpoint.architecture import FAMILIES
 from megatron_nvfp4.checkpoint.formats import (
@@ -32,29 +29,42 @@ from megatron_nvfp4.checkpoint.plan import (
     hf_tensors,
 )
 from megatron_nvfp4.checkpoint.progress import Progress
+from megatron_nvfp4.checkpoint.values import FLOATS, is_finite
+from megatron_nvfp4.checkpoint.verify_config import (
+    WrongUseError,
+    architecture_of,
+    declared,
+    ignored,
+    refuse_another_model,
+    refuse_unquantised,
+    second_config,
+)
 from megatron_nvfp4.checkpoint.verify_report import Report, lines_of
 from megatron_nvfp4.quant.nvfp4 import BLOCK, E2M1_MAX, E4M3_MAX
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _RECIPROCAL = 1e5  # 2688^2 / amax is what a scale upside down allows
 _LARGEST_WEIGHT = 1e3  # beyond this an outer scale is more likely upside down
-_IGNORE_KEYS = ("ignore", "modules_to_not_convert", "exclude_modules")
 _KV_SCALES = (".k_scale", ".v_scale", ".k_proj.k_scale", ".v_proj.v_scale")
 
 
 def verify(folder: str | Path, against: str | Path | None = None) -> Report:
     """Check an NVFP4 folder; against: the BF16 folder it was made from.
 
-    What is wrong with the files is in the report, what is wrong with the call (no such folder, an original
-    of another model) is a ValueError.
+    What is wrong with the files is in the report, what is wrong with the call (no such folder, one that is
+    not quantised, an original of another model) is a ValueError.
     """
     report = Report(str(folder))
     if not Path(folder).is_dir():
-        raise ValueError(f"{folder}: no such folder")
+        raise ValueError(f"{folder}: no such folder; name an NVFP4 checkpoint's")
     original = None if against is None else HFReader(against)
     try:
         reader = HFReader(folder)
+        refuse_unquantised(reader)
+        if original is not None:
+            refuse_another_model(reader, original)
         checked = _Checkpoint(reader, report)
+    except WrongUseError:
+        raise
     except ValueError as error:
         report.error(str(folder), str(error))
         return report
@@ -75,7 +85,7 @@ class _Checkpoint:
     def __init__(self, reader: HFReader, report: Report):
         self.reader, self.report = reader, report
         self.names = set(reader.names())
-        self.config = _declared(reader, report)
+        self.config = declared(reader, report)
         self.form = format_of(self.config)
         self.activations = activations_of(self.form, self.config)
         report.format, report.activations = self.form.name, self.activations
@@ -87,12 +97,11 @@ class _Checkpoint:
         self.sound: list[str] = []  # quantised modules whose tensors can be read
 
     def _architecture(self) -> Architecture | None:
-        config = {k: v for k, v in self.reader.config.items() if k != "quantization_config"}
         try:
-            return Architecture.from_hf_config(config)
+            return architecture_of(self.reader)
         except (ValueError, TypeError, ArithmeticError) as error:
             what = f"{error}; which tensors are missing cannot be told"
-            if config.get("model_type") in FAMILIES:
+            if self.reader.config.get("model_type") in FAMILIES:
                 self.report.error("config.json", what)
             else:
                 self.report.warn("config.json", what)
@@ -309,7 +318,7 @@ class _Checkpoint:
         """hf_quant_config.json, where it is there, says what config.json says."""
         name = "hf_quant_config.json"
         try:
-            other = _second_config(self.reader.folder)
+            other = second_config(self.reader.folder)
         except ValueError as error:
             self.report.error(name, str(error))
             return
@@ -332,7 +341,7 @@ class _Checkpoint:
         with Progress("verify", total) as progress:
             for name in self.kept:
                 tensor = self.reader.read(name)
-                if tensor.is_floating_point() and not _is_finite(tensor):
+                if not is_finite(tensor):
                     self.report.error(name, "holds a NaN or an Inf")
                 elif original is not None:
                     original.compare_kept(name, tensor)
@@ -374,70 +383,6 @@ class _Checkpoint:
         if not bool(data.any()) and not is_zero:
             self.report.error(name, "every block scale is 0 under codes that are not")
         return True
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    if tensor.numel() == 0:
-        return True
-    if tensor.dtype not in FLOATS:
-        tensor = tensor.float()
-    low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
-
-
-def ignored(config: Mapping[str, Any]) -> list[str]:
-    """The ignore list of a quantization_config, under any of its names."""
-    for key in _IGNORE_KEYS:
-        if config.get(key) is not None:
-            return [str(pattern) for pattern in config[key]]
-    return []
-
-
-def _second_config(folder: Path) -> dict[str, Any] | None:
-    """hf_quant_config.json in the form of a quantization_config, None where there is none."""
-    path = folder / "hf_quant_config.json"
-    if not path.exists():
-        return None
-    try:
-        nested = json.loads(path.read_text())
-        config = {
-            "quant_method": "modelopt",
-            "producer": nested.get("producer"),
-            **nested["quantization"],
-        }
-        _check_form(config)
-        return config
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise ValueError(f"is no configuration of ModelOpt ({error!r})") from error
-
-
-def _declared(reader: HFReader, report: Report) -> dict[str, Any]:
-    """quantization_config of config.json, else hf_quant_config.json; ValueError where neither is there."""
-    config = reader.config.get("quantization_config")
-    if config:
-        _check_form(config)
-        return config
-    second = _second_config(reader.folder)
-    if second is None:
-        raise ValueError(
-            "config.json has no quantization_config, and there is no hf_quant_config.json"
-        )
-    report.warn("config.json", "has no quantization_config; hf_quant_config.json is read instead")
-    return second
-
-
-def _check_form(config: Any) -> None:
-    """ValueError unless a quantization_config has the shape that the checks rely on."""
-    groups = config.get("config_groups") if isinstance(config, dict) else None
-    shaped = isinstance(config, dict) and isinstance(groups or {}, dict)
-    for group in (groups or {}).values() if shaped else ():
-        inputs = group.get("input_activations") if isinstance(group, dict) else False
-        shaped &= inputs is None or isinstance(inputs, dict)
-    for key in _IGNORE_KEYS if shaped else ():
-        shaped &= isinstance(config.get(key) or [], list)
-    shaped = shaped and isinstance(config.get("producer") or {}, dict)
-    if not shaped:
-        raise ValueError(f"config.json: quantization_config is malformed: {config!r:.200}")
 
 
 def _word(dtype: torch.dtype) -> str:

@@ -12,11 +12,14 @@ from megatron_nvfp4.modules.params import QLinearParams, require_backend, shape_
 from megatron_nvfp4.recipes import Policy, resolve
 from megatron_nvfp4.recipes.policy import layer_number_of
 
+from .moe_support import unfused_reasons
+
 IMPL = "minite"
+MOE_DATAFLOWS = ("auto", "fused", "unfused")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add --minite-recipe and --minite-config to Megatron's parser."""
+    """Add --minite-recipe, --minite-config and --minite-moe-dataflow to Megatron's parser."""
     if "--minite-recipe" in parser._option_string_actions:
         return parser  # a patched Megatron has added them already
     group = parser.add_argument_group(title="minite")
@@ -32,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="FILE",
         help="YAML policy: recipes by layer name and number; default $MINITE_CONFIG",
     )
+    group.add_argument(
+        "--minite-moe-dataflow",
+        choices=MOE_DATAFLOWS,
+        default="auto",
+        help="experts by the fused dataflow where the configuration allows it, or always, or never",
+    )
     return parser
 
 
@@ -39,21 +48,26 @@ def policy_of(config: TransformerConfig) -> Policy:
     """The policy of a model, resolved once and kept on its config: arguments, then the environment."""
     policy = getattr(config, "minite_policy", None)
     if policy is None:
-        recipe, file = _selectors()
-        policy = resolve(recipe, file)
+        policy = resolve(_argument("minite_recipe"), _argument("minite_config"))
         config.minite_policy = policy
     return policy
 
 
-def _selectors() -> tuple[str | None, str | None]:
-    """--minite-recipe and --minite-config, where Megatron's global arguments exist and have them."""
+def moe_dataflow_of(config: TransformerConfig) -> str:
+    """What --minite-moe-dataflow says: one of MOE_DATAFLOWS, kept on the model's config."""
+    choice = getattr(config, "minite_moe_dataflow", None) or _argument("minite_moe_dataflow")
+    config.minite_moe_dataflow = choice or "auto"
+    return config.minite_moe_dataflow
+
+
+def _argument(name: str) -> str | None:
+    """A value of Megatron's global arguments, where they exist and have it."""
     try:
         from megatron.training.global_vars import get_args
 
-        args = get_args()
+        return getattr(get_args(), name, None)
     except (ImportError, AssertionError):  # no megatron.training, or not initialised
-        return None, None
-    return getattr(args, "minite_recipe", None), getattr(args, "minite_config", None)
+        return None
 
 
 # (attribute of TransformerConfig, values that are fine, flag, remedy)
@@ -127,13 +141,29 @@ def config_faults(config: TransformerConfig, have_te: bool) -> list[str]:
         value = getattr(config, name, fine[0])
         if value not in fine:
             faults.append(f"{flag} ({name}={value!r}): {remedy}")
+    return (
+        faults
+        + moe_faults(config, have_te)
+        + recipe_faults(config)
+        + rule_faults(config)
+        + layer_faults(config)
+    )
+
+
+def moe_faults(config: TransformerConfig, have_te: bool) -> list[str]:
+    """What speaks against the dataflow that was asked for, and what the unfused one cannot do."""
+    choice, reasons = moe_dataflow_of(config), unfused_reasons(config)
+    if choice == "fused" and config.num_moe_experts:
+        return [
+            f"--minite-moe-dataflow fused: {reason}; drop it, or use auto" for reason in reasons
+        ]
     recompute = getattr(config, "recompute_modules", None) or []
-    if not have_te and "moe_act" in recompute:
-        faults.append(
-            "--recompute-modules moe_act: Megatron's code for it needs Transformer Engine; "
-            "use --recompute-granularity full, or install transformer-engine"
-        )
-    return faults + recipe_faults(config) + rule_faults(config) + layer_faults(config)
+    if not have_te and "moe_act" in recompute and (reasons or choice == "unfused"):
+        return [
+            "--recompute-modules moe_act: Megatron's code for it needs Transformer Engine, which the fused "
+            "dataflow does not; use --recompute-granularity full, or install transformer-engine"
+        ]
+    return []
 
 
 def recipe_faults(config: TransformerConfig) -> list[str]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
-from . import cpu_device
+from . import cpu_device, wgrad_fusion
 from .arguments import IMPL, add_arguments
 
 _installed = False
@@ -25,6 +25,7 @@ def install() -> None:
     _wrap_layer_specs()
     _wrap_module()
     _wrap_training()
+    wgrad_fusion.install()
 
 
 def _widen_literal() -> None:

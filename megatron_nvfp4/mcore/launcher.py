@@ -4,6 +4,8 @@ Own options, all prefixed and taken out before Megatron parses the rest:
   --minite-device auto|cpu|cuda   auto: CUDA when there is a GPU, else the CPU shim (cpu_device.py)
   --minite-run-meta FILE          JSON record of what ran: recipe, layers, backends, versions, arguments
   --minite-step-log FILE          one JSON line per step: iteration, exact loss, seconds
+
+An observer, where one is given, is told of every step (step_hooks.py): the verb `profile` is one.
 """
 
 import argparse
@@ -12,26 +14,30 @@ import runpy
 import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .step_hooks import TrainingObserver
 
 PROGRAM = "python -m megatron_nvfp4"
 
 
-def pretrain(argv: list[str]) -> None:
+def pretrain(argv: list[str], *, observer: "TrainingObserver | None" = None) -> None:
     """Train a GPT model with megatron.training of the installed wheel; argv are Megatron's flags."""
-    _prepare(f"{PROGRAM} pretrain", argv)
+    _prepare(f"{PROGRAM} pretrain", argv, observer)
     from .pretrain_gpt import main
 
     main()
 
 
-def run(script: str, argv: list[str]) -> None:
+def run(script: str, argv: list[str], *, observer: "TrainingObserver | None" = None) -> None:
     """Run any script of a Megatron-LM checkout, unpatched, as if started by itself."""
     path = Path(script).resolve()
     if not path.is_file():
         raise ValueError(f"run: {script} is not a file; give the path of a Megatron-LM script")
     # A script's own directory comes first, so that its checkout's megatron is the one that runs.
     sys.path.insert(0, str(path.parent))
-    _prepare(str(path), argv)
+    _prepare(str(path), argv, observer)
     if (path.parent / "gpt_builders.py").is_file():
         import gpt_builders
 
@@ -49,7 +55,7 @@ def _own_options() -> argparse.ArgumentParser:
     return parser
 
 
-def _prepare(program: str, argv: list[str]) -> None:
+def _prepare(program: str, argv: list[str], observer: "TrainingObserver | None") -> None:
     """Device, process group variables, hooks and records; leaves Megatron's arguments in sys.argv."""
     options, megatron_argv = _own_options().parse_known_args(argv)
     _single_process_defaults()
@@ -60,12 +66,14 @@ def _prepare(program: str, argv: list[str]) -> None:
         _limit_threads()
         cpu_device.install()
     sys.argv = [program, *megatron_argv]
-    from . import hooks, run_record
+    from . import hooks, run_record, step_hooks
 
     hooks.install()
     run_record.install(
         meta=options.minite_run_meta, steps=options.minite_step_log, argv=argv, on_cpu=on_cpu
     )
+    if observer is not None:
+        step_hooks.install(observer)
 
 
 def _choose_cpu(device: str) -> bool:

@@ -1,5 +1,7 @@
 """Layer specs of GPT models on minite layers: the one place the patch, the launcher and --spec share."""
 
+from functools import partial
+
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
@@ -19,13 +21,15 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from . import wgrad_fusion
 from .arguments import moe_layer_pattern, require_supported
 from .layer_numerics import MegatronLinear
+from .moe import MiniTEMoELayer
 from .spec_provider import MiniTESpecProvider
 
 
 class MiniTETransformerLayer(TransformerLayer):
-    """Megatron's layer, which tells each of our linears its model-wide name.
+    """Megatron's layer, which tells each of our linears, and the MoE layer, its model-wide name.
 
     Inside a pipeline stage module paths count from the stage's first layer; the policy needs the name that
     checkpoints use, decoder.layers.<model-wide index>.
@@ -44,7 +48,7 @@ class MiniTETransformerLayer(TransformerLayer):
         if self.is_mtp_layer:
             stem = f"mtp.layers.{self.layer_number - 1}.transformer_layer"
         for name, module in self.named_modules():
-            if isinstance(module, MegatronLinear):
+            if isinstance(module, MegatronLinear | MiniTEMoELayer):
                 module.layer_name = f"{stem}.{name}"
 
 
@@ -60,6 +64,8 @@ def get_minite_layer_spec(
     Raises ValueError with every reason why `config` cannot run on minite layers.
     """
     require_supported(config, HAVE_TE)
+    if config.gradient_accumulation_fusion:
+        wgrad_fusion.install()
     backend = MiniTESpecProvider()
     qk_norm = IdentityOp
     if qk_l2_norm:
@@ -71,6 +77,8 @@ def get_minite_layer_spec(
         num_experts=config.num_moe_experts if moe else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
     )
+    if moe:
+        mlp = partial(MiniTEMoELayer, *mlp.args, **mlp.keywords)
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},

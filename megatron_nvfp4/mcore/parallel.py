@@ -261,6 +261,8 @@ class MiniTENorm(ExtraStateModule):
 class MiniTEDotProductAttention(ExtraStateModule, DotProductAttention):
     """Megatron's torch attention with the (empty) state entry that TE's has in the torch format."""
 
+    may_lack_state = True  # see sharded_state_dict
+
     def sharded_state_dict(self, *args, **kwargs) -> ShardedStateDict:
         """Nothing: TE's attention leaves its state out of distributed checkpoints too."""
         return {}

@@ -86,15 +86,16 @@ def _write_meta_after(training, path: Path, argv: list[str], on_cpu: bool) -> No
 
         # Now, while every rank is here; at the end some may have failed.
         of_ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, layers_of(model))
+        dist.all_gather_object(of_ranks, (layers_of(model), moe_layers_of(model)))
         try:
             return original(forward_step_func, model, *args, **kwargs)
         finally:
             if dist.get_rank() == 0:
                 with _warn_instead_of_failing(str(path)):
-                    layers = {name: layer for part in of_ranks for name, layer in part.items()}
                     record = collect(model, argv, on_cpu)
-                    record["layers"] = layers | record["layers"]
+                    for layers, moe_layers in reversed(of_ranks):
+                        record["layers"] = layers | record["layers"]
+                        record["moe_layers"] = moe_layers | record["moe_layers"]
                     write_atomically(path, json.dumps(record, indent=2) + "\n")
 
     training.train = train
@@ -115,6 +116,18 @@ def layers_of(model) -> dict[str, dict[str, str]]:
     }
 
 
+def moe_layers_of(model) -> dict[str, dict]:
+    """What runs between router and combination of every MoE layer of this rank, by model-wide name."""
+    from .moe import MiniTEMoELayer
+
+    return {
+        module.layer_name: module.describe_dataflow()
+        for chunk in model
+        for module in chunk.modules()
+        if isinstance(module, MiniTEMoELayer)
+    }
+
+
 def collect(model, argv: list[str], on_cpu: bool) -> dict:
     """The record of this rank: numerics asked for and taken, backends that computed, versions, memory."""
     import torch
@@ -131,6 +144,7 @@ def collect(model, argv: list[str], on_cpu: bool) -> dict:
         "transformer_impl": config.transformer_impl,
         "policy": recipes.describe(policy_of(config)) if layers else None,
         "layers": layers,
+        "moe_layers": moe_layers_of(model),
         "backends": used_backends(),
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else _peak_rss(),

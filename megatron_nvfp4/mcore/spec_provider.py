@@ -5,13 +5,9 @@ from functools import partial
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import (
-    GroupedMLPSubmodules,
-    SequentialMLP,
-    TEGroupedMLP,
-)
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, SequentialMLP
 
-from .experts import MiniTEColumnParallelGroupedLinear, MiniTERowParallelGroupedLinear
+from .moe import MiniTEExpertsFC1, MiniTEExpertsFC2, MiniTEGroupedMLP
 from .parallel import (
     MiniTEColumnParallelLinear,
     MiniTEDotProductAttention,
@@ -61,13 +57,13 @@ class MiniTESpecProvider(BackendSpecProvider):
         )
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool):
-        """TEGroupedMLP on grouped linears, or SequentialMLP on one linear per expert."""
+        """TEGroupedMLP on grouped linears, fused or not, or SequentialMLP on one linear per expert."""
         if moe_use_grouped_gemm:
             return partial(
-                TEGroupedMLP,
+                MiniTEGroupedMLP,
                 submodules=GroupedMLPSubmodules(
-                    linear_fc1=MiniTEColumnParallelGroupedLinear,
-                    linear_fc2=MiniTERowParallelGroupedLinear,
+                    linear_fc1=MiniTEExpertsFC1,
+                    linear_fc2=MiniTEExpertsFC2,
                     activation_func=self.activation_func(),
                 ),
             )

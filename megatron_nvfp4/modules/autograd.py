@@ -1,105 +1,27 @@
-"""The one autograd function: quantised fprop, then dgrad and wgrad with the operands the recipe names.
+"""The one autograd function of a layer by itself: fprop, then dgrad and wgrad as its recipe says."""
 
-A dense layer is a grouped one with a single group. Nothing is decided here: the recipe names the operands,
-`backends.select` finds who computes, and the module says which groups share an amax.
-"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_nvfp4 import backends
 from megatron_nvfp4.backends import Matrices, Operand
-from megatron_nvfp4.quant import count_nonfinite, pad_groups
-from megatron_nvfp4.quant.nvfp4 import group_amax, row_amax, tensor_amax
-from megatron_nvfp4.recipes import BF16, FORWARD, MXFP8, FloatSpec, Format, NVFP4Spec
+from megatron_nvfp4.recipes import FORWARD
 
-from .params import QLinearParams
-
-# What an operand is to its layer, as the `offset` of its random bits: no two of a call are the same.
-FPROP_LEFT, FPROP_RIGHT, DGRAD_LEFT, DGRAD_RIGHT, WGRAD_LEFT, WGRAD_RIGHT = range(6)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MatmulSetup:
-    """What stays the same for one call of one layer.
-
-    input_amax_group: ranks that hold shards of the contraction, whose amax is one (row-parallel input).
-    weight_amax_group: ranks that hold shards of the weight.
-    splits: rows of every group, where the host knows them.
-    fuse_wgrad: add the weight gradient to `weight.main_grad` and return none.
-    seed: key of the call's stochastic rounding, which has been drawn in the forward.
-    keep_for_backward: False in a gradient-free pass, which then quantises nothing for wgrad.
-    """
-
-    params: QLinearParams
-    name: str
-    dtype: torch.dtype
-    input_amax_group: dist.ProcessGroup | None = None
-    weight_amax_group: dist.ProcessGroup | None = None
-    splits: tuple[int, ...] | None = None
-    fuse_wgrad: bool = False
-    seed: int | None = None
-    keep_for_backward: bool = True
-
-
-def quantize_weights(weights: Sequence[Tensor], setup: MatmulSetup) -> Operand | Matrices:
-    """The forward operand of G weights (N, K), one amax per weight; unquantised, the weights themselves."""
-    operands = setup.params.recipe.fprop
-    if operands.right == BF16:
-        return _matrices(weights, setup.dtype)
-    (stacked, is_reversed), num_groups = stack_rows(weights), len(weights)
-    num_rows = weights[0].shape[0]
-    offsets = torch.arange(num_groups + 1, device=stacked.device) * num_rows
-    # An amax per row has shards only where the contraction is split.
-    is_per_row = _is_per_row(operands.right)
-    group = setup.input_amax_group if is_per_row else setup.weight_amax_group
-    operand = _quantize(
-        stacked, operands.right, FPROP_RIGHT, setup, offsets=offsets, amax_group=group
-    )
-    op, formats = _gemm_op(num_groups), (operands.left, operands.right)
-    shape = (0, num_rows, stacked.shape[1])  # of any number of rows
-    backend = _gemm_backend(op, formats, shape, stacked.device, setup)
-    return backend.pack_weights(operand, num_groups, is_reversed=is_reversed)
-
-
-def stack_rows(weights: Sequence[Tensor]) -> tuple[Tensor, bool]:
-    """G weights (N, K) as one matrix (G*N, K), and whether it holds the last one first.
-
-    A view where they follow each other in memory, forwards or, as Megatron's distributed optimizer lays
-    parameters out, backwards; else a copy in order.
-    """
-    num_rows, num_cols = weights[0].shape
-    for is_reversed in (False, True):
-        ordered = weights[::-1] if is_reversed else weights
-        if _follow_each_other(ordered):
-            size = (len(weights) * num_rows, num_cols)
-            return ordered[0].detach().as_strided(size, (num_cols, 1)), is_reversed
-    return torch.cat([weight.detach() for weight in weights]), False
-
-
-def _follow_each_other(weights: Sequence[Tensor]) -> bool:
-    first, addresses = weights[0], [weight.data_ptr() for weight in weights]
-    num_bytes = first.numel() * first.element_size()
-    end = addresses[0] + num_bytes * len(weights)
-    storage = first.untyped_storage()
-    return (
-        addresses == list(range(addresses[0], end, num_bytes))
-        and end <= storage.data_ptr() + storage.nbytes()
-        and all(weight.is_contiguous() for weight in weights)
-    )
-
-
-def _matrices(weights: Sequence[Tensor], dtype: torch.dtype) -> Matrices:
-    """Unquantised weights as a GEMM takes them: one (G, N, K) where they lie so, else each by itself."""
-    if weights[0].dtype == dtype and _follow_each_other(weights):
-        shape = (len(weights), *weights[0].shape)
-        return weights[0].detach().as_strided(shape, (weights[0].numel(), shape[2], 1))
-    return tuple(weight.detach().to(dtype) for weight in weights)
+from .matmul import (
+    FPROP_LEFT,
+    MatmulSetup,
+    activation_of_wgrad,
+    bias_gradient,
+    check_finite,
+    check_versions,
+    input_gradient,
+    multiply,
+    quantize_operand,
+    versions_read,
+    weight_gradient,
+)
 
 
 class GroupedMatmul(torch.autograd.Function):
@@ -117,26 +39,19 @@ class GroupedMatmul(torch.autograd.Function):
     ) -> Tensor:
         """x (M, K), offsets (G+1,), bias (G, N) or None, weight_operand as quantize_weights, G weights."""
         recipe = setup.params.recipe
-        if setup.params.strict:
-            num_bad = int(count_nonfinite(x))
-            if num_bad:
-                raise RuntimeError(
-                    f"{setup.name}: {num_bad} of {x.shape[0]} input rows hold NaN or Inf (strict mode); "
-                    "look at the layer before, or set strict: false"
-                )
+        check_finite(x, setup)
         group = setup.input_amax_group
-        x_operand = _quantize(
+        x_operand = quantize_operand(
             x, recipe.fprop.left, FPROP_LEFT, setup, offsets=offsets, amax_group=group
         )
         formats = (recipe.fprop.left, recipe.fprop.right)
-        y = _grouped_gemm(x_operand, weight_operand, offsets, formats, setup, bias)
+        y = multiply(x_operand, weight_operand, offsets, formats, setup, bias)
         ctx.setup, ctx.weights = setup, weights
-        reads_weights = recipe.fprop.right == BF16 or recipe.dgrad.right != FORWARD
-        ctx.versions = _versions(weights) if reads_weights else None
+        ctx.versions = versions_read(weights, setup)
         ctx.has_bias = bias is not None
         saved_x = None
         if setup.keep_for_backward and any(weight.requires_grad for weight in weights):
-            saved_x = _saved_activation(x, x_operand, offsets, setup)
+            saved_x = activation_of_wgrad(x, x_operand, offsets, setup)
         saved_weight = weight_operand if recipe.dgrad.right == FORWARD and x.requires_grad else None
         _save(ctx, offsets, saved_x, saved_weight)
         return y
@@ -144,238 +59,22 @@ class GroupedMatmul(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # the gradients of a quantised product have no derivative
     def backward(ctx, grad_output: Tensor):
-        setup, recipe = ctx.setup, ctx.setup.params.recipe
+        setup = ctx.setup
         offsets, saved_x, saved_weight = _load(ctx)
-        if ctx.versions not in (None, _versions(ctx.weights)):
-            raise RuntimeError(
-                f"{setup.name}: a weight was modified in place between forward and backward; "
-                "run the backward before the optimizer's step"
-            )
+        check_versions(ctx.weights, setup, ctx.versions)
         grad_output = grad_output.to(setup.dtype).contiguous()
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            left = _quantize(grad_output, recipe.dgrad.left, DGRAD_LEFT, setup, offsets=offsets)
-            right, transposed = _dgrad_weight(ctx.weights, saved_weight, setup)
-            formats = (recipe.dgrad.left, recipe.dgrad.right)
-            grad_x = _grouped_gemm(left, right, offsets, formats, setup, None, transposed)
+            grad_x = input_gradient(grad_output, offsets, ctx.weights, saved_weight, setup)
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_bias = _bias_grad(grad_output, offsets, setup)
+            grad_bias = bias_gradient(grad_output, offsets, setup)
         grads = [None] * len(ctx.weights)
         if saved_x is not None:
-            grads = _wgrad(grad_output, saved_x, offsets, ctx.weights, setup)
+            grads = weight_gradient(grad_output, saved_x, offsets, ctx.weights, setup)
         return (grad_x, None, grad_bias, None, None, *grads)
 
 
-def _versions(weights: Sequence[Tensor]) -> list[int]:
-    """What autograd would compare had it kept the weights, which the parameters do already."""
-    return [weight._version for weight in weights]
-
-
-def _is_per_row(spec: Format) -> bool:
-    """Whether the outer scale is a row's own."""
-    return isinstance(spec, FloatSpec) or (isinstance(spec, NVFP4Spec) and spec.outer == "token")
-
-
-def _quantize(
-    x: Tensor,
-    spec: Format,
-    role: int,
-    setup: MatmulSetup,
-    *,
-    offsets: Tensor | None = None,
-    column_offsets: Tensor | None = None,
-    rotated: bool = False,
-    amax_group: dist.ProcessGroup | None = None,
-) -> Operand:
-    if spec in (BF16, FORWARD):
-        return x
-    amax = None
-    if amax_group is not None and spec != MXFP8:
-        if _is_per_row(spec):
-            amax = row_amax(x)
-        else:
-            amax = tensor_amax(x) if offsets is None else group_amax(x, offsets)
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=amax_group)
-    op = "quantize_rotated" if rotated else "quantize"
-    backend = backends.select(
-        op, (spec,), shape=x.shape, device=x.device, backend=setup.params.backend
-    )
-    return backend.quantize(
-        x,
-        spec,
-        amax=amax,
-        offsets=offsets,
-        column_offsets=column_offsets,
-        rotated=rotated,
-        seed=setup.seed,
-        offset=role,
-    )
-
-
-def _grouped_gemm(
-    a: Operand,
-    b: Operand | Matrices,
-    offsets: Tensor,
-    formats: tuple[Format, Format],
-    setup: MatmulSetup,
-    bias: Tensor | None,
-    transposed: bool = False,
-) -> Tensor:
-    num_groups = offsets.numel() - 1
-    op = _gemm_op(num_groups)
-    if isinstance(b, Sequence) or len(b.shape) == 3:
-        num_cols = b[0].shape[1 if transposed else 0]
-    else:
-        num_cols = b.shape[0] // num_groups
-    backend = _gemm_backend(op, formats, (*a.shape[:1], num_cols, a.shape[1]), a.device, setup)
-    if num_groups == 1:
-        bias = None if bias is None else bias[0]
-        return backend.gemm(a, b, bias=bias, out_dtype=setup.dtype, transposed=transposed)
-    return backend.grouped_gemm(
-        a, b, offsets, bias=bias, out_dtype=setup.dtype, transposed=transposed
-    )
-
-
-def _gemm_op(num_groups: int) -> str:
-    return "gemm" if num_groups == 1 else "grouped_gemm"
-
-
-def _gemm_backend(op, formats, shape, device, setup: MatmulSetup):
-    formats = tuple(BF16 if spec == FORWARD else spec for spec in formats)
-    unquantized = formats == (BF16, BF16)
-    name = setup.params.gemm_backend if unquantized else setup.params.backend
-    return backends.select(op, formats, shape=shape, device=device, dtype=setup.dtype, backend=name)
-
-
-def _bias_grad(grad_output: Tensor, offsets: Tensor, setup: MatmulSetup) -> Tensor:
-    """Sums (G, N) of the gradient's row groups: a weight gradient with ones for activations."""
-    num_rows, num_cols = grad_output.shape
-    ones = grad_output.new_ones(num_rows, 8)  # 8 columns: the least a tensor core's output may have
-    sums = torch.empty(
-        offsets.numel() - 1, num_cols, 8, dtype=torch.float32, device=grad_output.device
-    )
-    shape, formats = (num_cols, 8, num_rows), (BF16, BF16)
-    backend = _gemm_backend("grouped_wgrad", formats, shape, grad_output.device, setup)
-    backend.grouped_wgrad(grad_output.t(), ones.t(), offsets, out=sums.unbind(), accumulate=False)
-    return sums[:, :, 0].to(grad_output.dtype)
-
-
-def _saved_activation(
-    x: Tensor, x_operand: Operand, offsets: Tensor, setup: MatmulSetup
-) -> Operand:
-    """What wgrad will need of the activations, in its own format and nothing more."""
-    spec = setup.params.recipe.wgrad.right
-    if spec == BF16:
-        return x
-    if spec == FORWARD:
-        return x_operand
-    return _quantize_columns(x, spec, WGRAD_RIGHT, offsets, setup)[0]
-
-
-def _quantize_columns(
-    x: Tensor, spec: Format, role: int, offsets: Tensor, setup: MatmulSetup
-) -> tuple[Operand, Tensor]:
-    """x^T (K, M') in blocks along the tokens of each group, and the padded group boundaries of M'.
-
-    Rotated along the tokens if the recipe's wgrad is; each group is encoded under its own amax.
-    """
-    multiple = 32 if spec == MXFP8 else 16
-    padded, padded_offsets = pad_groups(x, offsets, multiple, setup.splits)
-    rotated = setup.params.recipe.wgrad.hadamard
-    operand = _quantize(
-        padded.t(), spec, role, setup, column_offsets=padded_offsets, rotated=rotated
-    )
-    return operand, padded_offsets
-
-
-def _dgrad_weight(
-    weights: Sequence[Tensor], saved_weight: Operand | Matrices | None, setup: MatmulSetup
-) -> tuple[Operand | Matrices, bool]:
-    """The weights as dgrad multiplies them, and whether they lie as in the forward, (N, K).
-
-    Quantised along N they are turned, (G*K, N); unquantised they are read where they lie.
-    """
-    spec, (num_rows, num_cols) = setup.params.recipe.dgrad.right, weights[0].shape
-    num_groups = len(weights)
-    op, left = _gemm_op(num_groups), setup.params.recipe.dgrad.left
-    if spec == BF16:
-        return _matrices(weights, setup.dtype), True
-    if spec == FORWARD:
-        decoded = _decode(saved_weight, op, left, setup)
-        return decoded.reshape(num_groups, num_rows, num_cols), True
-    stacked, is_reversed = stack_rows(weights)
-    stacked = stacked.reshape(num_groups, num_rows, num_cols)
-    backend = _gemm_backend(op, (left, spec), None, stacked.device, setup)
-    rounded = backend.round_along_rows(stacked, spec)
-    if rounded is not None:
-        return (tuple(rounded)[::-1] if is_reversed else rounded), True
-    transposed = stacked.transpose(1, 2)
-    transposed = transposed.flip(0) if is_reversed else transposed
-    transposed = transposed.reshape(num_groups * num_cols, num_rows)
-    offsets = torch.arange(num_groups + 1, device=transposed.device) * num_cols
-    group = setup.weight_amax_group
-    operand = _quantize(transposed, spec, DGRAD_RIGHT, setup, offsets=offsets, amax_group=group)
-    return operand, False
-
-
-def _wgrad(
-    grad_output: Tensor,
-    saved_x: Operand,
-    offsets: Tensor,
-    weights: Sequence[Tensor],
-    setup: MatmulSetup,
-) -> list[Tensor | None]:
-    recipe = setup.params.recipe
-    left, right = grad_output.t(), saved_x
-    if recipe.wgrad.left not in (BF16, FORWARD):
-        spec = recipe.wgrad.left
-        left, offsets = _quantize_columns(grad_output, spec, WGRAD_LEFT, offsets, setup)
-    if recipe.wgrad.right == FORWARD:
-        right = _decode(saved_x, "grouped_wgrad", recipe.wgrad.left, setup)
-    if recipe.wgrad.right in (BF16, FORWARD):
-        right = right.t()
-    formats = (recipe.wgrad.left, recipe.wgrad.right)
-    shape = (left.shape[0], right.shape[0], left.shape[1])
-    backend = _gemm_backend("grouped_wgrad", formats, shape, grad_output.device, setup)
-    fused = setup.fuse_wgrad and all(hasattr(weight, "main_grad") for weight in weights)
-    if fused:
-        out = [weight.main_grad for weight in weights]
-        backend.grouped_wgrad(left, right, offsets, out=out, accumulate=True)
-        return _mark_accumulated(weights)
-    grads = weights[0].new_empty(len(weights), *weights[0].shape).unbind()
-    backend.grouped_wgrad(left, right, offsets, out=grads, accumulate=False)
-    return grads
-
-
-def _mark_accumulated(weights: Sequence[Tensor]) -> list[Tensor | None]:
-    """Megatron's contract (distributed_data_parallel.py): flag the parameter, hand back a dummy gradient."""
-    grads: list[Tensor | None] = [None] * len(weights)
-    flagged = [i for i, w in enumerate(weights) if hasattr(w, "grad_added_to_main_grad")]
-    if not flagged:
-        return grads
-    # All dummies are the same memory, as nobody writes to them.
-    first = weights[0]
-    is_read = any(getattr(weights[index], "zero_out_wgrad", False) for index in flagged)
-    memory = first.new_zeros(first.shape) if is_read else first.new_empty(first.shape)
-    for index, dummy in zip(
-        flagged, memory.expand(len(flagged), *first.shape).unbind(), strict=True
-    ):
-        weights[index].grad_added_to_main_grad = True
-        grads[index] = dummy
-    return grads
-
-
-def _decode(operand: Operand | Matrices, op: str, left: Format, setup: MatmulSetup) -> Tensor:
-    """The right operand of `op` as the forward GEMM saw it, rounded to the layer's dtype: (M, K)."""
-    if isinstance(operand, tuple):
-        return torch.cat(operand).to(setup.dtype)
-    if isinstance(operand, Tensor):
-        return operand.to(setup.dtype)
-    backend = _gemm_backend(op, (left, BF16), None, operand.device, setup)
-    return backend.dequantize(operand, setup.dtype)
-
-
-def _flatten(operand: Operand | Matrices | None) -> tuple[list[Tensor | None], object]:
+def flatten(operand: Operand | Matrices | None) -> tuple[list[Tensor | None], object]:
     """An operand as the tensors autograd keeps, and what is left of it."""
     if operand is None or isinstance(operand, Tensor):
         return [operand], None
@@ -386,7 +85,7 @@ def _flatten(operand: Operand | Matrices | None) -> tuple[list[Tensor | None], o
     return [getattr(operand, name) for name in names], (bare, names)
 
 
-def _unflatten(tensors: list[Tensor | None], rest: object) -> Operand | Matrices | None:
+def unflatten(tensors: list[Tensor | None], rest: object) -> Operand | Matrices | None:
     if rest is None:
         return tensors[0]
     if rest == ():
@@ -397,8 +96,8 @@ def _unflatten(tensors: list[Tensor | None], rest: object) -> Operand | Matrices
 
 def _save(ctx, offsets, saved_x, saved_weight) -> None:
     """Keep tensors through save_for_backward, so that hooks (offload, version checks) see them."""
-    x_tensors, x_rest = _flatten(saved_x)
-    weight_tensors, weight_rest = _flatten(saved_weight)
+    x_tensors, x_rest = flatten(saved_x)
+    weight_tensors, weight_rest = flatten(saved_weight)
     ctx.num_saved = len(x_tensors)
     ctx.rests = (x_rest, weight_rest)
     ctx.save_for_backward(offsets, *x_tensors, *weight_tensors)
@@ -406,6 +105,6 @@ def _save(ctx, offsets, saved_x, saved_weight) -> None:
 
 def _load(ctx):
     offsets, *tensors = ctx.saved_tensors
-    saved_x = _unflatten(tensors[: ctx.num_saved], ctx.rests[0])
-    saved_weight = _unflatten(tensors[ctx.num_saved :], ctx.rests[1])
+    saved_x = unflatten(tensors[: ctx.num_saved], ctx.rests[0])
+    saved_weight = unflatten(tensors[ctx.num_saved :], ctx.rests[1])
     return offsets, saved_x, saved_weight

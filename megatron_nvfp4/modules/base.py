@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatron_nvfp4.backends import Matrices, Operand
 
-from .autograd import GroupedMatmul, MatmulSetup, quantize_weights
+from .autograd import GroupedMatmul
+from .matmul import MatmulSetup, quantize_weights
 from .params import QLinearParams, get_qlinear_params, require_backend, shape_faults
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,8 @@ class ExtraStateModule(torch.nn.Module):
 
     Loading accepts None, empty, missing and foreign state and ignores it; nothing is ever unpickled.
     """
+
+    may_lack_state = False  # missing state is not worth a line in the log
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -50,7 +53,8 @@ def _complete_extra_state(module, state_dict, prefix, *_) -> None:
     """A checkpoint may lack `_extra_state`, or hold one per expert (torch_dist); neither is an error."""
     key = prefix + EXTRA_STATE
     if key not in state_dict:
-        _warn_once(f"checkpoint without {EXTRA_STATE}: loaded all the same")
+        if not module.may_lack_state:
+            _warn_once(f"checkpoint without {EXTRA_STATE}: loaded all the same")
         state_dict[key] = torch.empty(0, dtype=torch.uint8)
     for index in range(1, getattr(module, "num_gemms", 1)):
         state_dict.pop(f"{key}{index}", None)
@@ -117,6 +121,9 @@ class QLinearBase(ExtraStateModule):
         writes through `.data` does not change the version: hence only an explicit False may reuse, and
         only while training (a scoring pass may follow a weight update outside the schedule).
         """
+        if is_first_microbatch:
+            # Also in the gradient-free pass of recomputation, whose second pass comes with False.
+            self._weight_cache = None
         if is_first_microbatch is None or not torch.is_grad_enabled():
             return quantize_weights(weights, setup)
         key = (setup.params, setup.dtype, *((id(w), w.data_ptr(), w._version) for w in weights))
@@ -134,9 +141,6 @@ class QLinearBase(ExtraStateModule):
         is_first_microbatch: bool | None,
     ) -> Tensor:
         """x (M, K) by groups times the weights; see GroupedMatmul."""
-        if is_first_microbatch:
-            # Also in the gradient-free pass of recomputation, whose second pass comes with False.
-            self._weight_cache = None
         operand = self.quantized_weights(weights, setup, is_first_microbatch)
         return GroupedMatmul.apply(x, offsets, bias, operand, setup, *weights)
 

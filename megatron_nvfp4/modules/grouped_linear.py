@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megatron_nvfp4.quant import offsets_from_splits
 
-from .autograd import MatmulSetup
 from .base import (
     QLinearBase,
     default_device,
@@ -18,6 +17,7 @@ from .base import (
     new_parameter,
     refuse,
 )
+from .matmul import MatmulSetup
 from .params import QLinearParams
 
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from megatron_nvfp4.quant.layout import dense_offsets
 
-from .autograd import MatmulSetup
 from .base import (
     QLinearBase,
     default_device,
@@ -17,6 +16,7 @@ from .base import (
     new_parameter,
     refuse,
 )
+from .matmul import MatmulSetup
 from .params import QLinearParams
 from .tensor_parallel import copy_to_ranks, gather_rows, reduce_from_ranks, reduce_scatter_rows
 
