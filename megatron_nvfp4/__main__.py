@@ -23,6 +23,7 @@ VERBS = (
     "convert-megatron-to-hf",
     "export-nvfp4",
     "verify-checkpoint",
+    "compare",
     "pretrain",
     "run",
     "profile",
@@ -190,6 +191,14 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--recipe", metavar="NAME", help="default: what is selected")
     doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     doctor.add_argument("--verbose", action="store_true", help="every path, with tracebacks")
+    doctor.add_argument(
+        "--sampler",
+        metavar="FILE",
+        help="check an SGLang's `env` and command line, and nothing else",
+    )
+    doctor.add_argument(
+        "--profile", default="sglang_det_bf16", metavar="NAME", help="what the sampler must compute"
+    )
     doctor.set_defaults(run=_doctor)
 
     for verb in (describe, doctor):
@@ -199,6 +208,10 @@ def _parser() -> argparse.ArgumentParser:
 
     for verb, (_, purpose) in CHECKPOINT_VERBS.items():
         verbs.add_parser(verb, add_help=False, help=purpose)
+    compare = verbs.add_parser("compare", help="find the first operator that two dumps differ in")
+    compare.add_argument("left", metavar="A", help="dump of deterministic.capture, safetensors")
+    compare.add_argument("right", metavar="B", help="the other side's")
+    compare.set_defaults(run=_compare)
     verbs.add_parser("pretrain", add_help=False, help="train a GPT; all flags are Megatron's")
     verbs.add_parser("run", add_help=False, help="run a script of a Megatron-LM checkout")
     verbs.add_parser("profile", add_help=False, help="say where the time of a Megatron run goes")
@@ -219,7 +232,17 @@ def _describe(options: argparse.Namespace) -> int:
     return 0
 
 
+def _compare(options: argparse.Namespace) -> int:
+    from megatron_nvfp4.cli.compare import compare
+
+    return compare(options.left, options.right)
+
+
 def _doctor(options: argparse.Namespace) -> int:
+    if options.sampler:
+        from megatron_nvfp4.cli.sampler import examine_sampler
+
+        return examine_sampler(options.sampler, options.profile, as_json=options.json)
     from megatron_nvfp4.cli.doctor import examine
 
     return examine(

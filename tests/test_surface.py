@@ -77,6 +77,7 @@ def test_verbs_are_frozen(capsys):
         "convert-megatron-to-hf",
         "export-nvfp4",
         "verify-checkpoint",
+        "compare",
         "pretrain",
         "run",
         "profile",
@@ -133,7 +134,7 @@ THIRD_PARTY = {  # layer: packages it may import at module level
     "quant": {"torch"},
     "backends": {"torch"},
     "modules": {"torch"},
-    "deterministic": {"torch"},
+    "deterministic": {"torch", "triton"},
     "mcore": {"torch", "megatron"},
     "rollout": {"torch"},
     "checkpoint": {"torch", "safetensors"},
@@ -145,7 +146,7 @@ THIRD_PARTY = {  # layer: packages it may import at module level
 INSIDE_FUNCTIONS = {  # layer: more packages, where only the function that needs them imports them
     "recipes": {"yaml"},
     "backends": {"transformer_engine", "transformer_engine_torch", "flashinfer", "sglang"},
-    "deterministic": {"sglang", "flashinfer"},
+    "deterministic": {"sglang", "flashinfer", "flash_attn_interface", "safetensors"},
     "mcore": {"transformer_engine", "gpt_builders"},  # the latter stands in a Megatron checkout
     "rollout": {"sglang", "vllm", "flashinfer"},
     "rl": {"miles", "slime", "verl", "nemo_rl", "megatron"},

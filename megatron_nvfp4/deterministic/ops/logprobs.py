@@ -1,0 +1,112 @@
+"""The head, and log-probabilities of given tokens at FP32.
+
+    l = fp32(bf16(h w)) / temperature    logprob = l_token - max l - log(sum(exp(l - max l)))
+
+The sum runs over chunks of 1024 columns in order, the division is a true one. Formulas: SGLang 0.5.23,
+layers/logits_processor.py, layers/sampler.py and srt/batch_invariant_ops. Rows are taken in portions,
+so that logits of a large vocabulary never stand in memory at once; the backward makes them anew.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_nvfp4.quant.layout import dense_offsets
+
+from .linear import Prepared, check_matrix, grouped_dgrad, grouped_wgrad
+
+CHUNK = 1024
+PORTION = 1 << 28  # logits at a time, 1 GiB of FP32
+
+
+def token_logprobs(
+    hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float | Tensor = 1.0
+) -> Tensor:
+    """Log-probability, FP32 (M,), of tokens int64 (M,) after hidden BF16 (M, H), by head BF16 (V, H).
+
+    temperature: of all rows, or FP32 (M,). head holds the vocabulary alone: cut rows of padding off before.
+    Raises ValueError for shapes or dtypes that do not fit or a temperature that is not positive; tokens and
+    a tensor of temperatures are trusted.
+    """
+    check_matrix("token_logprobs", hidden, head.shape[-1])
+    if head.dim() != 2 or head.dtype != torch.bfloat16:
+        raise ValueError(
+            f"token_logprobs: head is {head.dtype} {tuple(head.shape)}; give BF16 "
+            f"(V, {hidden.shape[1]})"
+        )
+    if tokens.shape != hidden.shape[:1] or tokens.dtype != torch.int64:
+        raise ValueError(
+            f"token_logprobs: tokens are {tokens.dtype} {tuple(tokens.shape)}; give int64 "
+            f"({hidden.shape[0]},)"
+        )
+    if not isinstance(temperature, Tensor):
+        if not temperature > 0:
+            raise ValueError(
+                f"token_logprobs: temperature={temperature}; greedy samples are scored at 1.0"
+            )
+        temperature = torch.full(
+            tokens.shape, temperature, dtype=torch.float32, device=hidden.device
+        )
+    elif temperature.shape != tokens.shape or temperature.dtype != torch.float32:
+        raise ValueError(
+            f"token_logprobs: temperature is {temperature.dtype} {tuple(temperature.shape)}; give FP32 "
+            f"({tokens.shape[0]},)"
+        )
+    return _TokenLogprobs.apply(hidden, head, tokens, temperature)
+
+
+def _logits(hidden: Tensor, head: Tensor, temperature: Tensor) -> Tensor:
+    offsets = dense_offsets(hidden.shape[0], hidden.device)
+    logits = Prepared.of(head[None]).times(hidden, offsets, hidden.dtype)
+    # By a tensor: torch turns a division by a number into a multiplication.
+    return logits.float().div_(temperature[:, None])
+
+
+def _logprobs_ref(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    top = logits.amax(1)
+    power = torch.exp(logits - top[:, None])
+    total = torch.zeros_like(top)
+    for chunk in power.split(CHUNK, dim=1):
+        total = total + chunk.sum(1)
+    log_sum = torch.log(total)
+    return logits.gather(1, tokens[:, None])[:, 0] - top - log_sum, top, log_sum
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
+        ctx.portion = max(1, PORTION // head.shape[0])
+        results = []
+        for rows in _portions(hidden.shape[0], ctx.portion):
+            logits = _logits(hidden[rows], head, temperature[rows])
+            if logits.device.type == "cuda":
+                from megatron_nvfp4.deterministic.kernels import logprobs
+
+                results.append(logprobs.token_logprobs(logits, tokens[rows].contiguous()))
+            else:
+                results.append(_logprobs_ref(logits, tokens[rows]))
+        result, top, log_sum = (torch.cat(parts) for parts in zip(*results, strict=True))
+        ctx.save_for_backward(hidden, head, tokens, temperature, top, log_sum)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        hidden, head, tokens, temperature, top, log_sum = ctx.saved_tensors
+        grads, grad_head = [], torch.zeros(head.shape, dtype=torch.float32, device=head.device)
+        for rows in _portions(hidden.shape[0], ctx.portion):
+            logits = _logits(hidden[rows], head, temperature[rows])
+            factor = (grad[rows] / temperature[rows])[:, None]
+            grad_logits = torch.exp(logits - top[rows, None] - log_sum[rows, None]).mul_(-factor)
+            at = tokens[rows, None]
+            grad_logits.scatter_(1, at, grad_logits.gather(1, at) + factor)
+            grad_logits = grad_logits.to(hidden.dtype)
+            offsets = dense_offsets(grad_logits.shape[0], hidden.device)
+            grads.append(grouped_dgrad(grad_logits, head[None], offsets))
+            grad_head += grouped_wgrad(grad_logits, hidden[rows], offsets)[0]
+        return torch.cat(grads), grad_head.to(head.dtype), None, None
+
+
+def _portions(num_rows: int, size: int) -> list[slice]:
+    """Slices of at most `size` rows; one, empty, of no rows."""
+    return [slice(first, first + size) for first in range(0, max(num_rows, 1), size)]

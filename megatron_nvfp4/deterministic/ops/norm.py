@@ -1,0 +1,120 @@
+"""The two RMSNorms of SGLang's deterministic forward, which differ in their last bits.
+
+    rms_norm       y = bf16(x * (1 / sqrt(mean(x^2) + eps)) * w) add_rms_norm   s = fp32(x) +
+    fp32(residual);  y = bf16((s * rsqrt(mean(s^2) + eps)) * w);  residual' = bf16(s)
+
+All in FP32. A mean is the sum over chunks of 1024 columns in order, divided by the number of columns;
+add_rms_norm takes it of the sum before its rounding. Formulas: SGLang 0.5.23, srt/batch_invariant_ops
+and layers/layernorm.py. rms_norm serves the first norm of the model and the norms of queries and keys,
+add_rms_norm all others.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK = 1024
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x (..., N) normalised over its last axis and scaled by weight (N,); BF16 in and out.
+
+    Raises ValueError for other dtypes or a weight that does not fit.
+    """
+    _check("rms_norm", x, weight)
+    return _RMSNorm.apply(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual, and that sum: BF16 (..., N) each, from BF16 (..., N) and weight (N,).
+
+    Raises ValueError for other dtypes or shapes that do not fit.
+    """
+    _check("add_rms_norm", x, weight)
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(
+            f"add_rms_norm: residual {residual.dtype} {tuple(residual.shape)} and x {x.dtype} "
+            f"{tuple(x.shape)} differ; carry the residual that the norm before returned"
+        )
+    return _AddRMSNorm.apply(x, residual, weight, eps)
+
+
+def _check(op: str, x: Tensor, weight: Tensor) -> None:
+    if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+        raise ValueError(
+            f"{op}: x is {x.dtype}, weight {weight.dtype}; give both in torch.bfloat16"
+        )
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"{op}: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; give ({x.shape[-1]},)"
+        )
+
+
+def _mean(squares: Tensor) -> Tensor:
+    total = squares.new_zeros(squares.shape[:-1])
+    for chunk in squares.split(CHUNK, dim=-1):
+        total = total + chunk.sum(-1)
+    return (total / squares.shape[-1])[..., None]
+
+
+def _norm_grads(grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """FP32 gradients of x (M, N), FP32, and of the weight; inverse (M, 1) is 1/rms."""
+    grad, gamma = grad.float(), weight.float()
+    normed, scaled = x * inverse, grad * gamma
+    grad_x = inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+    return grad_x, (grad * normed).sum(0)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        rows = x.reshape(-1, x.shape[-1])
+        if x.device.type == "cuda":
+            from megatron_nvfp4.deterministic.kernels import norm
+
+            return norm.rms_norm(rows.contiguous(), weight.contiguous(), eps).view(x.shape)
+        value = rows.float()
+        inverse = 1.0 / torch.sqrt(_mean(value * value) + eps)
+        return (value * inverse * weight.float()).to(x.dtype).view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        value = x.reshape(-1, x.shape[-1]).float()
+        inverse = torch.rsqrt((value * value).mean(-1, keepdim=True) + ctx.eps)
+        grad_x, grad_weight = _norm_grads(grad.reshape(value.shape), value, inverse, weight)
+        return grad_x.to(x.dtype).view(x.shape), grad_weight.to(weight.dtype), None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, residual: Tensor, weight: Tensor, eps: float):
+        rows, others = (t.reshape(-1, x.shape[-1]) for t in (x, residual))
+        if x.device.type == "cuda":
+            from megatron_nvfp4.deterministic.kernels import norm
+
+            y, total, inverse = norm.add_rms_norm(
+                rows.contiguous(), others.contiguous(), weight.contiguous(), eps
+            )
+            inverse = inverse[:, None]
+        else:
+            total = rows.float() + others.float()
+            inverse = torch.rsqrt(_mean(total * total) + eps)
+            y = (total * inverse * weight.float()).to(x.dtype)
+            total = total.to(x.dtype)
+        # The sum is made anew in the backward: its rounded form would be another input.
+        ctx.save_for_backward(x, residual, weight, inverse)
+        return y.view(x.shape), total.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor, grad_residual: Tensor):
+        x, residual, weight, inverse = ctx.saved_tensors
+        total = (x.float() + residual.float()).view(-1, x.shape[-1])
+        grad_sum, grad_weight = _norm_grads(grad.reshape(total.shape), total, inverse, weight)
+        grad_sum = (grad_sum + grad_residual.reshape(total.shape).float()).to(x.dtype)
+        grad_sum = grad_sum.view(x.shape)
+        return grad_sum, grad_sum, grad_weight.to(weight.dtype), None

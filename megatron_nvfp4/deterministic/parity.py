@@ -1,0 +1,171 @@
+"""Fail-closed parity of log-probabilities, and operators' outputs by name to find where two forwards part.
+
+`check_parity` runs between forward and backward: equal bits, or ParityError with the first difference.
+`capture` collects what the operators return, in order; dumps of both sides are compared by
+`first_difference`.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_captured: ContextVar[dict[str, Tensor] | None] = ContextVar("captured", default=None)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ParityError(RuntimeError):
+    """Sampler and learner differ: `sequence` and `token` of the first difference, `num_unequal` in all."""
+
+    def __init__(self, message: str, sequence: int, token: int, num_unequal: int) -> None:
+        super().__init__(message)
+        self.sequence, self.token, self.num_unequal = sequence, token, num_unequal
+
+
+def check_parity(
+    tokens: Tensor, sampler_logprobs: Tensor, learner_logprobs: Tensor, mask: Tensor | None = None
+) -> None:
+    """Returns where both log-probabilities of all tokens are the same number, else raises ParityError.
+
+    tokens: integers (B, T); log-probabilities FP32 (B, T); mask: bool (B, T), True where a token
+    counts, None for all. A NaN, or a mask that lets nothing through, is a difference. Waits for the
+    GPU. Raises ValueError for other shapes or dtypes: a sampler that reports BF16 proves nothing at
+    FP32.
+    """
+    mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+    _check(tokens, sampler_logprobs, learner_logprobs, mask)
+    sampler, learner, mask = (t.detach().cpu() for t in (sampler_logprobs, learner_logprobs, mask))
+    num_checked = int(mask.sum())
+    if not num_checked:
+        raise ParityError("parity: the mask lets no token through; nothing was checked", 0, 0, 0)
+    unequal = (sampler != learner) & mask  # NaN differs from itself
+    num_unequal = int(unequal.sum())
+    if not num_unequal:
+        return
+    sequence, token = divmod(int(unequal.flatten().int().argmax()), unequal.shape[1])
+    mine, other = float(learner[sequence, token]), float(sampler[sequence, token])
+    largest = float((sampler - learner).abs()[unequal].max())
+    raise ParityError(
+        f"parity: sequence {sequence}, token {token} (id {int(tokens[sequence, token])}): sampler "
+        f"{other!r}, learner {mine!r}, {ulp_distance(other, mine)} ulp apart; {num_unequal} of "
+        f"{num_checked} tokens differ, by up to {largest:.3g}. Dump both sides "
+        "(deterministic.capture) and run: python -m megatron_nvfp4 compare A B",
+        sequence,
+        token,
+        num_unequal,
+    )
+
+
+def _check(tokens: Tensor, sampler: Tensor, learner: Tensor, mask: Tensor) -> None:
+    for name, t in (("sampler_logprobs", sampler), ("learner_logprobs", learner)):
+        if t.dtype != torch.float32:
+            raise ValueError(f"check_parity: {name} are {t.dtype}; give torch.float32")
+    if mask.dtype != torch.bool:
+        raise ValueError(f"check_parity: mask is {mask.dtype}; give torch.bool")
+    shapes = {name: tuple(t.shape) for name, t in zip(
+        ("tokens", "sampler_logprobs", "learner_logprobs", "mask"),
+        (tokens, sampler, learner, mask), strict=True,
+    )}  # fmt: skip
+    if tokens.dim() != 2 or len(set(shapes.values())) > 1:
+        raise ValueError(f"check_parity: shapes {shapes} differ; give (B, T) each")
+
+
+def ulp_distance(a: float, b: float) -> int | float:
+    """How many FP32 numbers lie between a and b, plus one; 0 for equal ones, NaN where either is none."""
+    if math.isnan(a) or math.isnan(b):
+        return math.nan
+    bits = torch.tensor([a, b], dtype=torch.float32).view(torch.int32).tolist()
+    # Sign and magnitude to a line on which neighbours are one apart.
+    low, high = (n if n >= 0 else -(n & 0x7FFFFFFF) for n in bits)
+    return abs(low - high)
+
+
+@contextmanager
+def capture() -> Iterator[dict[str, Tensor]]:
+    """Inside the block, every `record` of this thread goes into the dictionary it gives, in order of
+    computation.
+
+    Blocks nest: an inner one collects alone, and leaving any, by an exception too, restores the one
+    around it.
+    """
+    outputs: dict[str, Tensor] = {}
+    token = _captured.set(outputs)
+    try:
+        yield outputs
+    finally:
+        _captured.reset(token)
+
+
+def record(name: str, output: Tensor) -> Tensor:
+    """The output itself; a copy goes into the open `capture`, if any, ValueError if it has that name."""
+    outputs = _captured.get()
+    if outputs is not None:
+        if name in outputs:
+            raise ValueError(
+                f"capture: {name} is recorded twice; open a new capture for every forward"
+            )
+        outputs[name] = output.detach().clone()
+    return output
+
+
+def save_dump(outputs: Mapping[str, Tensor], path: str | Path) -> None:
+    """Write captured outputs as a safetensors file that keeps their order; needs the package safetensors."""
+    from safetensors.torch import save_file
+
+    tensors = {name: t.cpu().contiguous() for name, t in outputs.items()}
+    save_file(tensors, str(path), metadata={"order": json.dumps([*outputs])})
+
+
+def load_dump(path: str | Path) -> dict[str, Tensor]:
+    """What save_dump wrote, in its order; ValueError for a safetensors file without an order."""
+    from safetensors import safe_open
+
+    with safe_open(str(path), "pt") as file:
+        order = (file.metadata() or {}).get("order")
+        if order is None:
+            raise ValueError(
+                f"{path}: no dump of captured outputs; write it with deterministic.parity.save_dump"
+            )
+        return {name: file.get_tensor(name) for name in json.loads(order)}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first operator whose outputs differ. `index` is None where shape or dtype differ."""
+
+    name: str
+    reason: str
+    index: tuple[int, ...] | None = None
+    num_unequal: int = 0
+
+
+def first_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Difference | None:
+    """The first name, in left's order, whose tensors have different bits, or None; +0 and -0 differ.
+
+    Raises ValueError where the names are not the same: operators that nobody recorded cannot be compared.
+    """
+    for one, other, which in ((left, right, "second"), (right, left, "first")):
+        missing = [name for name in one if name not in other]
+        if missing:
+            raise ValueError(
+                f"compare: the {which} dump lacks {', '.join(missing[:5])} ({len(missing)} in all); "
+                "dump the same forward"
+            )
+    for name, a in left.items():
+        b = right[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            reason = f"{a.dtype} {tuple(a.shape)} against {b.dtype} {tuple(b.shape)}"
+            return Difference(name, reason)
+        integer = _INTEGERS[a.element_size()]
+        unequal = a.contiguous().view(integer) != b.contiguous().view(integer)
+        if unequal.any():
+            index = tuple(int(i) for i in unequal.nonzero()[0])
+            reason = f"{a[index].item()!r} against {b[index].item()!r}"
+            return Difference(name, reason, index, int(unequal.sum()))
+    return None

@@ -1,0 +1,159 @@
+"""The deterministic forward on a Megatron GPT model's own parameters: log-probabilities that a sampler
+reported.
+
+Between Megatron's layers travels one tensor, rounded to BF16; SGLang's norms read the sum of two before
+its rounding. So the forward is not assembled from layer specs: it takes the built model's parameters,
+whatever spec they came from, and computes beside Megatron's forward, which stays as it is. Gradients
+arrive in the parameters, through the hooks that Megatron's DDP has set on them. Weights are stacked
+anew in every forward, a copy of each.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron_nvfp4.deterministic.model import Model
+from megatron_nvfp4.deterministic.profiles import Profile, RunFacts, require
+
+# (attribute of TransformerConfig, values the forward computes, remedy)
+_NEEDED = (
+    ("normalization", ("RMSNorm",), "use --normalization RMSNorm"),
+    ("layernorm_zero_centered_gamma", (False,), "drop --apply-layernorm-1p"),
+    ("add_bias_linear", (False,), "use --disable-bias-linear"),
+    ("add_qkv_bias", (False,), "drop --add-qkv-bias"),
+    ("qk_layernorm", (True,), "use --qk-layernorm"),
+    ("gated_linear_unit", (True,), "use --swiglu"),
+    ("activation_func", (torch.nn.functional.silu,), "use --swiglu"),
+    ("multi_latent_attention", (False,), "use a model without it"),
+    ("pipeline_model_parallel_size", (1,), "the forward holds all layers, use 1"),
+    ("mtp_num_layers", (None,), "the sampler scores with the main model alone, leave it unset"),
+    ("moe_router_score_function", ("softmax",), "use softmax"),
+    ("moe_router_enable_expert_bias", (False,), "drop --moe-router-enable-expert-bias"),
+    ("moe_router_num_groups", (None,), "leave it unset"),
+    ("moe_router_topk_scaling_factor", (None,), "leave it unset"),
+)
+
+
+def deterministic_model(
+    model: torch.nn.Module,
+    profile: str | Profile,
+    *,
+    vocab_size: int,
+    attention_kind: str = "triton",
+    nccl_algo: str | None = None,
+) -> Model:
+    """The forward of `profile` on the present values of a GPTModel, with gradients to its parameters.
+
+    model: a GPTModel, or what Megatron wrapped around it. vocab_size: tokens without the padding of the
+    embedding. nccl_algo: NCCL_ALGO on both sides. To be called anew after every optimizer step. Raises
+    ValueError with all reasons where the model or its configuration cannot honour the profile.
+    """
+    while not hasattr(model, "decoder"):
+        model = model.module
+    facts = _facts(model, attention_kind, nccl_algo)
+    profile = require(profile, facts, _megatron_faults(model))
+    config = model.config
+    described = {
+        "model_type": facts.model_type,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": facts.num_heads,
+        "num_key_value_heads": facts.num_kv_heads,
+        "head_dim": facts.head_dim,
+        "rms_norm_eps": config.layernorm_epsilon,
+        "rope_theta": model.rotary_base,
+        "max_position_embeddings": model.max_sequence_length,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": model.share_embeddings_and_output_weights,
+        "num_experts_per_tok": config.moe_router_topk,
+        # Megatron takes the softmax of the chosen logits, unless it is told to take it first.
+        "norm_topk_prob": not config.moe_router_pre_softmax,
+    }
+    weights = dict(_hf_weights(model))
+    return Model(weights, described, profile, attention_kind=attention_kind)
+
+
+def _facts(model: torch.nn.Module, attention_kind: str, nccl_algo: str | None) -> RunFacts:
+    config = model.config
+    device = next(model.parameters()).device
+    return RunFacts(
+        model_type="qwen3_moe" if config.num_moe_experts else "qwen3",
+        attention=attention_kind,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_query_groups,
+        head_dim=config.kv_channels,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        params_dtype=str(config.params_dtype).removeprefix("torch."),
+        tensor_parallel=config.tensor_model_parallel_size,
+        expert_parallel=config.expert_model_parallel_size,
+        context_parallel=config.context_parallel_size,
+        sequence_parallel=config.sequence_parallel,
+        nccl_algo=nccl_algo,
+        hidden_dropout=config.hidden_dropout,
+        attention_dropout=config.attention_dropout,
+        router_dtype=config.moe_router_dtype,
+        capacity_factor=config.moe_expert_capacity_factor,
+        shared_experts=config.moe_shared_expert_intermediate_size is not None,
+        sliding_window=config.window_size is not None,
+        rope_scaling=model.position_embedding_type != "rope",
+    )
+
+
+def _megatron_faults(model: torch.nn.Module) -> list[str]:
+    """What Megatron can be told and the forward does not compute."""
+    faults = []
+    for name, computed, remedy in _NEEDED:
+        value = getattr(model.config, name, computed[0])
+        if value not in computed:
+            faults.append(f"{name}={getattr(value, '__name__', value)}: {remedy}")
+    if model.rotary_percent != 1.0:
+        faults.append(f"rotary_percent={model.rotary_percent}: use --rotary-percent 1")
+    return faults
+
+
+def _hf_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters under Hugging Face's names: views, or casts, that carry gradients."""
+    named = dict(model.named_parameters())
+    yield "model.embed_tokens.weight", named["embedding.word_embeddings.weight"]
+    yield "model.norm.weight", named["decoder.final_layernorm.weight"]
+    if "output_layer.weight" in named:
+        yield "lm_head.weight", named["output_layer.weight"]
+    for number in range(model.config.num_layers):
+        prefix, target = f"decoder.layers.{number}.", f"model.layers.{number}."
+        layer = {n.removeprefix(prefix): p for n, p in named.items() if n.startswith(prefix)}
+        for name, weight in (*_attention(layer, model.config), *_mlp(layer)):
+            yield target + name, weight.to(torch.bfloat16)
+
+
+def _attention(layer: dict[str, Tensor], config) -> Iterator[tuple[str, Tensor]]:
+    attn = "self_attention."
+    yield "input_layernorm.weight", layer[attn + "linear_qkv.layer_norm_weight"]
+    yield "self_attn.q_norm.weight", layer[attn + "q_layernorm.weight"]
+    yield "self_attn.k_norm.weight", layer[attn + "k_layernorm.weight"]
+    yield "self_attn.o_proj.weight", layer[attn + "linear_proj.weight"]
+    # Each group's queries, then its key, then its value.
+    groups, num_cols = config.num_query_groups, config.hidden_size
+    qkv = layer[attn + "linear_qkv.weight"].view(groups, -1, config.kv_channels, num_cols)
+    for name, heads in (("q", qkv[:, :-2]), ("k", qkv[:, -2:-1]), ("v", qkv[:, -1:])):
+        yield f"self_attn.{name}_proj.weight", heads.reshape(-1, num_cols)
+
+
+def _mlp(layer: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    if "mlp.router.weight" not in layer:
+        yield "post_attention_layernorm.weight", layer["mlp.linear_fc1.layer_norm_weight"]
+        yield from _gated("mlp.", layer["mlp.linear_fc1.weight"], layer["mlp.linear_fc2.weight"])
+        return
+    yield "post_attention_layernorm.weight", layer["pre_mlp_layernorm.weight"]
+    yield "mlp.gate.weight", layer["mlp.router.weight"]
+    for expert in range(len(layer["mlp.router.weight"])):
+        names = (f"experts.linear_fc{i}.weight{expert}" for i in (1, 2))
+        if f"mlp.experts.linear_fc1.weight{expert}" not in layer:
+            names = (f"experts.local_experts.{expert}.linear_fc{i}.weight" for i in (1, 2))
+        yield from _gated(f"mlp.experts.{expert}.", *(layer["mlp." + name] for name in names))
+
+
+def _gated(prefix: str, fc1: Tensor, fc2: Tensor) -> Iterator[tuple[str, Tensor]]:
+    gate, up = fc1.chunk(2)
+    yield prefix + "gate_proj.weight", gate
+    yield prefix + "up_proj.weight", up
+    yield prefix + "down_proj.weight", fc2

@@ -1,0 +1,1 @@
+"""The sampler's side: our quantisation method inside an unforked SGLang."""
