@@ -121,12 +121,12 @@ def check_tensor_parallel_shards_share_their_amax(folder):
     import megatron_small as small
     import torch
 
-    from megatron_nvfp4.modules import autograd
+    from megatron_nvfp4.modules import autograd, matmul, moe
     from megatron_nvfp4.quant import QuantizedTensor
     from megatron_nvfp4.recipes import resolve
 
     small.without_te_fallback()
-    original, found = autograd._quantize, []
+    original, found = matmul.quantize_operand, []
 
     def recording(*args, **kwargs):
         operand = original(*args, **kwargs)
@@ -134,7 +134,8 @@ def check_tensor_parallel_shards_share_their_amax(folder):
             found.append(operand.amax.flatten())
         return operand
 
-    autograd._quantize = recording
+    for module in (matmul, autograd, moe):
+        module.quantize_operand = recording
     try:
         for kind in KINDS:
             small.parallelise(tp=2)
@@ -149,7 +150,8 @@ def check_tensor_parallel_shards_share_their_amax(folder):
             torch.distributed.all_gather(others, amax)
             assert torch.equal(*others), kind
     finally:
-        autograd._quantize = original
+        for module in (matmul, autograd, moe):
+            module.quantize_operand = original
 
 
 def check_cpu_initialisation_equals_te_wrappers(folder):

@@ -327,6 +327,20 @@ def test_strict_mode_looks_at_both_inputs():
     probs[0, 0] = float("inf")
     with pytest.raises(RuntimeError, match="1 of 63 input rows hold NaN"):
         fused(x, experts, probs, *linears)
+    with torch.no_grad():
+        for weight in linears[0].weights:
+            weight.mul_(1e38)  # gates of -Inf have a finite activation
+    with pytest.raises(RuntimeError, match="of 63 input rows hold NaN"):
+        fused(x, experts, random_probs(experts), *linears)
+
+
+def test_maps_with_more_experts_than_top_k_are_refused():
+    """Prevents: choices dropped in silence, those of the highest experts."""
+    params = QLinearParams(recipe=RECIPES["bf16"])
+    chosen = torch.ones(21, NUM_EXPERTS, dtype=torch.bool)
+    probs = torch.rand(21, NUM_EXPERTS)
+    with pytest.raises(ValueError, match=f"a token has {NUM_EXPERTS} experts, top_k is 2"):
+        fused(outliers(21, HIDDEN, seed=1), chosen, probs, *layers(params), top_k=2)
 
 
 def test_refusals():

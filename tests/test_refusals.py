@@ -88,9 +88,9 @@ def test_gradient_free_passes_quantise_nothing_for_the_backward(monkeypatch):
     from megatron_nvfp4.modules import autograd
 
     calls = []
-    original = autograd._saved_activation
+    original = autograd.activation_of_wgrad
     monkeypatch.setattr(
-        autograd, "_saved_activation", lambda *args: calls.append(1) or original(*args)
+        autograd, "activation_of_wgrad", lambda *args: calls.append(1) or original(*args)
     )
     params = get_qlinear_params("nvfp4_per_token")
     layer = Linear(64, 32, qlinear_params=params, device="cpu")

@@ -68,7 +68,6 @@ FIELDS = (
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
     chosen = [learner for learner in LEARNERS if not args.only or learner.name in args.only]
     results: dict[tuple[str, str], list[dict]] = {}
     total = args.runs * len(args.routing) * len(chosen)
@@ -119,6 +118,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name in ("layers", "experts", "microbatches", "updates", "runs"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: give 1 or more")
+    if args.warmup < 0:
+        parser.error(f"--warmup {args.warmup}: give 0 or more")
+    try:
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {args.out}: {error.strerror}; give a folder that can be written")
     return args
 
 

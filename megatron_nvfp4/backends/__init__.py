@@ -51,9 +51,8 @@ class Backend(Protocol):
     ) -> str | None:
         """None if `op` (one of OPS) runs on operands of these formats, else the reason and the remedy.
 
-        shape: (M, K) of a quantiser, (M, N, K) of a GEMM; None asks in general. Whether there is a reason
-        depends on the sizes modulo SHAPE_PERIOD alone. dtype: of operands that are not quantised, BF16 if
-        None.
+        shape: (M, K) of a quantiser, (M, N, K) of a GEMM; None asks in general. The answer depends on
+        sizes from SHAPE_PERIOD on only modulo it. dtype: of operands that are not quantised, BF16 if None.
         """
         ...
 
@@ -167,7 +166,7 @@ def select(
     key = (
         op,
         tuple(formats),
-        shape and tuple(size % SHAPE_PERIOD for size in shape),
+        shape and tuple(min(size, SHAPE_PERIOD + size % SHAPE_PERIOD) for size in shape),
         device,
         dtype,
         backend if isinstance(backend, str) else tuple(backend),

@@ -88,7 +88,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
             f"profile: {' '.join(unknown)} is no option of the profiler; "
             "put Megatron's behind --, after the script"
         )
-    match = re.fullmatch(r"(\d+):(\d+)", options.steps)
+    match = re.fullmatch(r"([0-9]+):([0-9]+)", options.steps)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise ValueError(
             f"--steps {options.steps}: give A:B, the first and the last step, 1 <= A <= B"

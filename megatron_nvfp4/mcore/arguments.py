@@ -56,7 +56,10 @@ def policy_of(config: TransformerConfig) -> Policy:
 def moe_dataflow_of(config: TransformerConfig) -> str:
     """What --minite-moe-dataflow says: one of MOE_DATAFLOWS, kept on the model's config."""
     choice = getattr(config, "minite_moe_dataflow", None) or _argument("minite_moe_dataflow")
-    config.minite_moe_dataflow = choice or "auto"
+    choice = choice or "auto"
+    if choice not in MOE_DATAFLOWS:
+        raise ValueError(f"minite_moe_dataflow={choice!r}; use one of {', '.join(MOE_DATAFLOWS)}")
+    config.minite_moe_dataflow = choice
     return config.minite_moe_dataflow
 
 
@@ -74,7 +77,7 @@ def _argument(name: str) -> str | None:
 _UNSUPPORTED = (
     ("fp8", (None, False), "--fp8-format", "drop it: the recipe decides the numerics"),
     ("fp4", (None, False), "--fp4-format", "drop it: the recipe decides the numerics"),
-    ("use_kitchen", (None, False), "--use-kitchen", "drop it: choose one of kitchen and minite"),
+    ("use_kitchen", (None, False), "use_kitchen", "drop it: choose one of kitchen and minite"),
     (
         "multi_latent_attention",
         (None, False),
@@ -155,7 +158,7 @@ def moe_faults(config: TransformerConfig, have_te: bool) -> list[str]:
     choice, reasons = moe_dataflow_of(config), unfused_reasons(config)
     if choice == "fused" and config.num_moe_experts:
         return [
-            f"--minite-moe-dataflow fused: {reason}; drop it, or use auto" for reason in reasons
+            f"--minite-moe-dataflow fused: {reason}; change it, or use auto" for reason in reasons
         ]
     recompute = getattr(config, "recompute_modules", None) or []
     if not have_te and "moe_act" in recompute and (reasons or choice == "unfused"):

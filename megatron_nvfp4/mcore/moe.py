@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_size
 from torch import Tensor
@@ -80,19 +81,26 @@ class MiniTEGroupedMLP(TEGroupedMLP):
             top_k=routed.top_k,
             exchange=routed.exchange,
         )
-        return out.to(tokens.dtype), None
+        return out, None
 
 
 class MiniTEMoELayer(MoELayer):
     """MoELayer whose dispatch, experts and combination are the fused dataflow where that can be.
 
     unfused_reasons: why not, empty if it is. Decided by the configuration, once, at construction.
+    Fused, hooks on `experts` see tokens; the experts' linears are asked for their product only, so forward
+    hooks on them see no rows and backward hooks do not fire.
     """
 
     def __init__(self, config, *args, **kwargs) -> None:
         super().__init__(config, *args, **kwargs)
         self.layer_name = type(self).__name__  # until MiniTETransformerLayer tells it
-        choice, self.unfused_reasons = moe_dataflow_of(config), tuple(unfused_reasons(config))
+        choice, reasons = moe_dataflow_of(config), unfused_reasons(config)
+        if type(self.router) is not TopKRouter:
+            reasons.append(
+                f"{type(self.router).__name__} may choose more than top_k experts a token"
+            )
+        self.unfused_reasons = tuple(reasons)
         if choice == "fused" and self.unfused_reasons:
             listed = "\n".join(f"  - {reason}" for reason in self.unfused_reasons)
             raise ValueError(f"--minite-moe-dataflow fused cannot run:\n{listed}")

@@ -33,7 +33,7 @@ _UNFUSED = (
     (
         "activation_func_fp8_input_store",
         (False, None),
-        "--activation-func-fp8-input-store",
+        "activation_func_fp8_input_store",
         "FC1's output is kept in 16 bits",
     ),
     (

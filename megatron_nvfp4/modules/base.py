@@ -76,6 +76,10 @@ class QLinearBase(ExtraStateModule):
         self._is_stochastic = False
         self._weight_cache: tuple[tuple, Operand | Matrices] | None = None
 
+    def __getstate__(self) -> dict:
+        """Without the quantised weights kept between microbatches: copies and pickles make their own."""
+        return self.__dict__ | {"_weight_cache": None}
+
     def set_qlinear_params(self, params: QLinearParams | None) -> None:
         """Fix the numerics; None asks the environment. ValueError for a shape the recipe cannot take."""
         params = params or get_qlinear_params()

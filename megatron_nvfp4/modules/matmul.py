@@ -90,7 +90,10 @@ def _follow_each_other(weights: Sequence[Tensor]) -> bool:
     return (
         addresses == list(range(addresses[0], end, num_bytes))
         and end <= storage.data_ptr() + storage.nbytes()
-        and all(weight.is_contiguous() for weight in weights)
+        and all(
+            weight.is_contiguous() and weight.dtype == first.dtype and weight.shape == first.shape
+            for weight in weights
+        )
     )
 
 
@@ -313,6 +316,7 @@ def weight_gradient(
     weights: Sequence[Tensor],
     setup: MatmulSetup,
 ) -> list[Tensor | None]:
+    """Gradients of G weights (N, K); with setup.fuse_wgrad those that train get them in main_grad instead."""
     recipe = setup.params.recipe
     left, right = grad_output.t(), saved_x
     if recipe.wgrad.left not in (BF16, FORWARD):
@@ -325,9 +329,14 @@ def weight_gradient(
     formats = (recipe.wgrad.left, recipe.wgrad.right)
     shape = (left.shape[0], right.shape[0], left.shape[1])
     backend = gemm_backend("grouped_wgrad", formats, shape, grad_output.device, setup)
-    fused = setup.fuse_wgrad and all(hasattr(weight, "main_grad") for weight in weights)
-    if fused:
-        out = [weight.main_grad for weight in weights]
+    training = [weight for weight in weights if weight.requires_grad]
+    # A weight that stands for several experts has a sum of gradients, which autograd makes.
+    is_tied = len(set(map(id, weights))) < len(weights)
+    if setup.fuse_wgrad and not is_tied and all(hasattr(w, "main_grad") for w in training):
+        unread = None
+        if len(training) < len(weights):
+            unread = torch.empty_like(training[0].main_grad)
+        out = [weight.main_grad if weight.requires_grad else unread for weight in weights]
         backend.grouped_wgrad(left, right, offsets, out=out, accumulate=True)
         return _mark_accumulated(weights)
     grads = weights[0].new_empty(len(weights), *weights[0].shape).unbind()
@@ -353,7 +362,11 @@ def accumulate_weight_gradient(grad_output: Tensor, x: Tensor, main_grad: Tensor
 def _mark_accumulated(weights: Sequence[Tensor]) -> list[Tensor | None]:
     """Megatron's contract (distributed_data_parallel.py): flag the parameter, hand back a dummy gradient."""
     grads: list[Tensor | None] = [None] * len(weights)
-    flagged = [i for i, w in enumerate(weights) if hasattr(w, "grad_added_to_main_grad")]
+    flagged = [
+        index
+        for index, weight in enumerate(weights)
+        if weight.requires_grad and hasattr(weight, "grad_added_to_main_grad")
+    ]
     if not flagged:
         return grads
     # All dummies are the same memory, as nobody writes to them.

@@ -122,7 +122,8 @@ class _Experts(torch.autograd.Function):
     def forward(ctx, x, probs, plan, flow, fc1, fc2, *weights):
         check_finite(x, fc1.setup)
         prob_rows = plan.to_rows(probs)
-        keeps_original = fc1.trains and not keeps_packed(fc1.recipe)
+        # The same on every rank, whatever is frozen there: ranks must agree on what travels.
+        keeps_original = fc1.setup.keep_for_backward and not keeps_packed(fc1.recipe)
         tokens, prob_rows = _send(x, prob_rows, plan, fc1, keeps_original)
         # `packed` is FC1's left operand of every token, `tokens` what was sent.
         packed = _quantize_tokens(tokens, fc1)
@@ -273,6 +274,7 @@ def _activate(
     is_plain = is_quantized_once(fc2.recipe) and spec.four_over_six is None
     if is_plain and h.shape[1] <= 2 * dispatch.MAX_QUANTIZED_COLS and not setup.params.strict:
         return dispatch.weighted_activation_quantize(h, probs, spec, flow.activation, keep)
+    check_finite(h, setup)  # an infinite gate may have a finite activation
     y = dispatch.weighted_activation(h, probs, flow.activation)
     check_finite(y, setup)
     operand = quantize_operand(y, spec, FPROP_LEFT, setup, offsets=plan.offsets)

@@ -33,8 +33,17 @@ class RowPlan:
     def make(
         cls, chosen: Tensor, num_experts: int, top_k: int | None, exchange: ExpertExchange | None
     ) -> "RowPlan":
-        """chosen, top_k: as quant.dispatch.route. num_experts: of this rank."""
+        """chosen, top_k: as quant.dispatch.route. num_experts: of this rank.
+
+        ValueError for a token with more than top_k experts, on a CPU; counting would wait for a GPU.
+        """
         num_all = exchange.num_experts if exchange else num_experts
+        if chosen.device.type == "cpu" and chosen.dtype == torch.bool:
+            most = int(chosen.sum(dim=1).max()) if chosen.numel() else 0
+            if most > top_k:
+                raise ValueError(
+                    f"routing map: a token has {most} experts, top_k is {top_k}; give the larger top_k"
+                )
         routing = dispatch.route(chosen, num_all, top_k=top_k)
         if chosen.device.type == "cpu":
             # The host knows how many rows there are, and CPU GEMMs insist on it.
