@@ -74,7 +74,7 @@ def _run(call: Callable[[], int], *, verbose: bool = False) -> int:
             return status
         except BaseException as error:
             if received:  # whatever else the code in between made of it
-                return _stopped(received[0])
+                return _stopped(received[0], error)
             if isinstance(error, BrokenPipeError):
                 # `... | head`: nobody reads on, and the exit must not write again
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -111,10 +111,13 @@ def _stop_signals() -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _stopped(number: int) -> int:
+def _stopped(number: int, error: BaseException) -> int:
     """One line, and the status by which a shell knows the signal."""
     name = signal.Signals(number).name
-    print(f"error: stopped by {name}; no unfinished output is left", file=sys.stderr)
+    said = (
+        str(error) if isinstance(error, KeyboardInterrupt) else ""
+    )  # of an output that is complete
+    print(f"error: stopped by {name}; {said or 'no unfinished output is left'}", file=sys.stderr)
     return 128 + number
 
 
@@ -254,5 +257,15 @@ def _doctor(options: argparse.Namespace) -> int:
     )
 
 
+def program(argv: Sequence[str] | None = None) -> None:
+    """`main` as a whole process: its status is that of the process, whatever comes while it ends."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    status = main(argv)
+    if not argv or argv[0] not in LAUNCHERS:  # training's own signals are Megatron's to handle
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

@@ -12,6 +12,7 @@ safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is no
 from megatron_nvfp4.checkpoint import safetensors_file, stored_tensor  # noqa: E402
 from megatron_nvfp4.checkpoint.atomic import bytes_of  # noqa: E402
 from megatron_nvfp4.checkpoint.hf import INDEX, HFReader, HFWriter  # noqa: E402
+from megatron_nvfp4.checkpoint.hf_files import OriginalFiles  # noqa: E402
 from megatron_nvfp4.checkpoint.progress import Progress  # noqa: E402
 
 CONFIG = {"model_type": "llama", "note": "\u00e9"}
@@ -303,7 +304,6 @@ def test_an_index_that_disagrees_with_its_shards_is_refused(sharded):
         ),
         (lambda m: m.pop("a.weight"), r"does not name tensors in its shards: a\.weight"),
         (lambda m: m.update({"a.weight": shards[-1]}), r"the wrong shard for: a\.weight"),
-        (lambda m: m.update({"a.weight": "../x.safetensors"}), "shard names with a folder"),
         (lambda m: m.clear(), "has no weight_map"),
     ):
         (sharded / INDEX).write_text(original)
@@ -342,6 +342,13 @@ def test_a_tensor_in_two_shards_is_refused(sharded):
         ),
         (lambda h: h["a.weight"].pop("data_offsets"), r"a\.weight: its header entry is damaged"),
         (lambda h: h.update({"a.weight": 3}), r"a\.weight: its header entry is damaged"),
+        (lambda h: h.update({"a.weight": [1]}), r"a\.weight: its header entry is damaged"),
+        (
+            lambda h: h["a.weight"].update(dtype=["BF16"]),
+            r"a\.weight: its header entry is damaged",
+        ),
+        (lambda h: h["a.weight"].update(shape={}), r"a\.weight: its header entry is damaged"),
+        (lambda h: h.update(__metadata__=[1]), r"model\.safetensors: __metadata__ .* not a JSON"),
         (lambda h: h.pop("k.large"), "followed by foreign bytes"),
     ],
 )
@@ -350,6 +357,41 @@ def test_damaged_headers_are_refused(folder, change, part):
     _edit_header(folder / "model.safetensors", change)
     with pytest.raises(ValueError, match=part):
         HFReader(folder)
+
+
+@pytest.mark.parametrize("text", ["[1,2]", "null", "12", '"{}"', "[" * 100_000])
+def test_a_header_that_is_no_object_is_refused(tmp_path, text):
+    # Prevents: a TypeError or a RecursionError that names no file.
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text.encode())
+    with pytest.raises(ValueError, match=r"model\.safetensors: its header is not .*copy the file"):
+        HFReader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", ".", "..", "a\0.safetensors", "../x.safetensors", "a\\x.safetensors"),
+        *("config.json", "tokenizer.json", INDEX, "shard-0.unfinished", "model.bin"),
+        *("\ud800.safetensors", "x" * 244 + ".safetensors", "\u00e4" * 122 + ".safetensors", 3),
+    ],
+)
+def test_an_index_that_names_no_shard_is_refused(sharded, name):
+    # Prevents: a shard written over the tokenizer or outside of the folder, or an OSError at the end.
+    _edit_index(sharded, lambda m: m.update({"a.weight": name}))
+    for read in (HFReader, OriginalFiles.read):
+        with pytest.raises(ValueError, match=rf"{INDEX}: names shards .*: rename it") as caught:
+            read(sharded)
+        assert repr(name)[:60] in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["gewichte \u00e4.safetensors", "x" * 243 + ".safetensors"])
+def test_an_unusual_shard_name_is_read(sharded, name):
+    # Prevents: a name refused that every file system takes.
+    first = min(sharded.glob("*.safetensors"))
+    first.rename(sharded / name)
+    _edit_index(sharded, lambda m: m.update({k: name for k, v in m.items() if v == first.name}))
+    assert HFReader(sharded).meta("a.weight")[0] == torch.bfloat16
 
 
 def test_a_header_that_names_a_tensor_twice_is_refused(tmp_path):

@@ -136,3 +136,18 @@ def test_a_script_that_is_stopped(number, folders):
     assert child.returncode == SIGNALS[number], errors
     assert len(errors.splitlines()) == 1
     assert not [name for name in os.listdir(folders) if "out" in name]
+
+
+def test_an_interrupt_after_publishing_says_what_is_complete(capsys):
+    """Prevents: "no unfinished output is left" about a checkpoint that has just been put in place."""
+
+    def call() -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)  # the handler runs here at the latest
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("out is complete") from None
+        return 0
+
+    assert cli._run(call) == 143
+    assert capsys.readouterr().err == "error: stopped by SIGTERM; out is complete\n"

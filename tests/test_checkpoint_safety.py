@@ -7,6 +7,8 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,86 @@ def test_odd_targets(tmp_path, kind):
             _fill(kind, tmp_path / name, force=True)
 
 
+@pytest.fixture(params=["exchange", "renames"])
+def file_system(request, monkeypatch):
+    """The system's own, and one that cannot exchange two names."""
+    if request.param == "renames":
+        monkeypatch.setattr(atomic.ctypes, "CDLL", lambda *_, **__: argparse.Namespace())
+
+
+def _once(monkeypatch, owner, name, error, *, after=False) -> None:
+    """The function fails at its first call, before or after it has done its work."""
+    original = getattr(owner, name)
+
+    def call(*args, **kwargs):
+        monkeypatch.setattr(owner, name, original)
+        if after:
+            original(*args, **kwargs)
+        raise error
+
+    monkeypatch.setattr(owner, name, call)
+
+
+@every_writer
+@pytest.mark.usefixtures("file_system")
+def test_an_interrupt_that_comes_after_publishing_says_so(tmp_path, monkeypatch, kind):
+    # Prevents: the replaced folder left for ever; a complete checkpoint reported as an unfinished one.
+    out = tmp_path / "out"
+    _fill(kind, out, 1.0)
+    for owner, name, after in ((atomic.shutil, "rmtree", False), (atomic, "_exchange", True)):
+        _once(monkeypatch, owner, name, KeyboardInterrupt, after=after)
+        with pytest.raises(KeyboardInterrupt, match=f"{out} is complete"):
+            _fill(kind, out, 2.0, force=True)
+        assert _holds(kind, out, 2.0)
+        assert os.listdir(tmp_path) == ["out"]
+        _fill(kind, out, 1.0, force=True)
+
+
+@pytest.mark.parametrize("moment", ["before", "first", "second"])
+def test_an_interrupt_between_two_renames(tmp_path, monkeypatch, moment):
+    # Prevents: neither the former nor the new checkpoint at the output's name, and one of them left over.
+    monkeypatch.setattr(atomic.ctypes, "CDLL", lambda *_, **__: argparse.Namespace())
+    out, original, calls = tmp_path / "out", Path.rename, []
+    _fill("legacy", out, 1.0)
+
+    def rename(self, target):
+        calls.append(target)
+        if moment == "before":
+            raise KeyboardInterrupt
+        result = original(self, target)
+        if len(calls) == (1 if moment == "first" else 2):
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        _fill("legacy", out, 2.0, force=True)
+    assert ("is complete" in str(caught.value)) == (moment == "second")
+    assert _holds("legacy", out, 2.0 if moment == "second" else 1.0)
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_replaced_folder_that_cannot_be_removed_is_named(tmp_path, monkeypatch):
+    # Prevents: an error that reads as if the new checkpoint were not there.
+    out = tmp_path / "out"
+    _fill("hf", out, 1.0)
+    _once(monkeypatch, atomic.shutil, "rmtree", PermissionError(errno.EPERM, "not permitted"))
+    with pytest.raises(RuntimeError, match=rf"partial-.* by hand, {out} is complete"):
+        _fill("hf", out, 2.0, force=True)
+    assert _holds("hf", out, 2.0)
+
+
+def test_what_was_put_aside_is_removed_only_beside_its_successor(tmp_path):
+    # Prevents: the former checkpoint lost that a kill -9 between two renames left, or kept for ever.
+    out = tmp_path / "out"
+    aside = tmp_path / f".out.partial-{atomic._host()}-1-0123abcd-old"
+    aside.mkdir()
+    _fill("hf", out, 1.0)
+    assert aside.exists()
+    _fill("hf", out, 2.0, force=True)
+    assert os.listdir(tmp_path) == ["out"]
+
+
 def test_exchange_without_support_of_the_file_system(tmp_path, monkeypatch):
     # Prevents: --force that works on the developers' file system only.
     monkeypatch.setattr(atomic.ctypes, "CDLL", lambda *_, **__: argparse.Namespace())
@@ -137,6 +219,8 @@ if moment == "publishing":
     atomic.AtomicFolder.publish = stop
 elif moment == "syncing":
     atomic.os.fsync = stop
+elif moment == "replacing":
+    atomic.shutil.rmtree = stop
 if kind == "hf":
     writer = HFWriter(out, config={}, force=True)
 elif kind == "dcp":
@@ -151,11 +235,9 @@ with writer:
 """
 
 
-@pytest.mark.parametrize("moment", ["writing", "syncing", "publishing"])
-@every_writer
-def test_kill_9_leaves_nothing_that_looks_complete(tmp_path, kind, moment):
-    # Prevents: half a checkpoint that loads, or one that blocks the next run.
-    out = tmp_path / "out"
+@contextmanager
+def _child(kind, out, moment) -> Iterator[None]:
+    """A process that stands at `moment` within the block, and is killed at its end."""
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, kind, str(out), moment],
         stdout=subprocess.PIPE,
@@ -165,6 +247,19 @@ def test_kill_9_leaves_nothing_that_looks_complete(tmp_path, kind, moment):
     )
     try:
         assert child.stdout.readline() == "ready\n"
+        yield
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+
+
+@pytest.mark.parametrize("moment", ["writing", "syncing", "publishing"])
+@every_writer
+def test_kill_9_leaves_nothing_that_looks_complete(tmp_path, kind, moment):
+    # Prevents: half a checkpoint that loads, or one that blocks the next run.
+    out = tmp_path / "out"
+    with _child(kind, out, moment):
         living = os.listdir(tmp_path)
         if moment == "writing":
             _fill(kind, tmp_path / "other")  # the same parent: a living run's files are not stale
@@ -172,10 +267,6 @@ def test_kill_9_leaves_nothing_that_looks_complete(tmp_path, kind, moment):
             assert set(os.listdir(tmp_path)) == {*living, "other", "out"}
             for path in (tmp_path / "other", out):
                 atomic.shutil.rmtree(path)
-    finally:
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
     assert not out.exists()
     assert len(living) == 1
     left = tmp_path / living[0]
@@ -184,6 +275,22 @@ def test_kill_9_leaves_nothing_that_looks_complete(tmp_path, kind, moment):
         WRITERS[kind][1](left)
     _fill(kind, out, 4.0)
     assert _holds(kind, out, 4.0)
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_kill_9_while_the_replaced_folder_is_removed(tmp_path):
+    # Prevents: the former checkpoint beside the new one for ever, under a hidden name; and a run that
+    # removes it under another's hands.
+    out = tmp_path / "out"
+    _fill("hf", out, 1.0)
+    with _child("hf", out, "replacing"):
+        living = os.listdir(tmp_path)
+        assert len(living) == 2
+        atomic.AtomicFolder(out, force=True).discard()
+        assert os.listdir(tmp_path) == living
+    assert (HFReader(out).read("w0") == 3.0).all()
+    _fill("hf", out, 4.0, force=True)
+    assert _holds("hf", out, 4.0)
     assert os.listdir(tmp_path) == ["out"]
 
 

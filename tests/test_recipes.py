@@ -69,7 +69,7 @@ def test_explicit_then_environment_then_file_then_default(tmp_path):
 def test_every_setting_has_a_source(tmp_path):
     # Prevents: a new setting whose origin `describe` and run_meta.json do not record.
     keys = {"recipe", "backend", "strict", "shared_experts", "last_layers_bf16"}
-    keys.add("disable_backward_quant")
+    keys |= {"disable_backward_quant", "moe_dataflow"}
     assert set(resolve(environ={}).sources) == keys
     file = _write(tmp_path, "")
     sources = resolve(environ={"MINITE_CONFIG": file}).sources
@@ -398,6 +398,7 @@ shared_experts: no
 last_layers_bf16: 15
 backend: gpu
 strict: "yes"
+moe_dataflow: fast
 layers:
 - {match: '**.linear_fc1'}
 - {recipe: bf16}
@@ -420,6 +421,7 @@ layers:
         "last_layers_bf16=15: a fraction from 0 to 1",
         "backend='gpu'",
         "strict='yes': expected bool",
+        "moe_dataflow='fast': use one of auto, fused, unfused",
         "layers[0]: recipe is missing",
         "layers[1]: give match",
         "layers[2].recipe: unknown recipe 'fp8'",

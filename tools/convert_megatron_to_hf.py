@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_nvfp4.__main__ import main
+from megatron_nvfp4.__main__ import program
 
 if __name__ == "__main__":
-    sys.exit(main(["convert-megatron-to-hf", *sys.argv[1:]]))
+    program(["convert-megatron-to-hf", *sys.argv[1:]])

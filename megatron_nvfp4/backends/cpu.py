@@ -2,7 +2,7 @@
 
 A GEMM walks the contraction upwards with one FP32 accumulator an output: instruction set, threads, batch and
 grouping do not change its bits, which differ from the reference's (FP64 sums) by FP32 rounding.
-The quantisers ran with SSE2 and AVX2; theirs for AVX-512 are compiled and have never run.
+The quantisers ran with SSE2, AVX2 and AVX-512.
 """
 
 import functools

@@ -1,7 +1,8 @@
 """Folders and files that appear whole or not at all, and clear words when the disk refuses.
 
 A writer fills a hidden sibling of the wanted folder; a rename publishes it once every byte is on
-the disk. A process killed in between leaves only the hidden sibling, which the next run removes.
+the disk. A process killed in between leaves only the hidden sibling, which the next run removes; so
+does one killed while it removes a folder that it has replaced.
 """
 
 import ctypes
@@ -22,6 +23,7 @@ from typing import Any, Self
 import torch
 
 _MARK = ".partial-"
+_ASIDE = "-old"
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100  # fcntl.h
 _RANGE_WRITE = 2  # linux/fs.h
@@ -172,6 +174,7 @@ class AtomicFolder:
             self.discard()
         else:  # the file system has no locks, and so no run removes another's folder
             self.path.mkdir()
+        self._identity = self.path.stat()
 
     def _refuse_existing(self) -> None:
         if not os.path.lexists(self.target):
@@ -187,30 +190,62 @@ class AtomicFolder:
     def _remove_stale(self) -> None:
         # The lock of a killed process is gone; a living one holds it. Other machines' locks may
         # not be visible here, so their folders are left alone.
-        prefix = re.compile(re.escape(f".{self.target.name}{_MARK}{_host()}-") + r"\d+-[0-9a-f]{8}")
+        prefix = re.escape(f".{self.target.name}{_MARK}{_host()}-")
+        pattern = re.compile(rf"{prefix}\d+-[0-9a-f]{{8}}({re.escape(_ASIDE)})?")
         for path in self.target.parent.iterdir():
-            if prefix.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            found = pattern.fullmatch(path.name)
+            # Without a target, what was put aside may be the only checkpoint there is.
+            is_stale = found is not None and (found[1] is None or _holds_files(self.target))
+            if is_stale and path.is_dir() and not path.is_symlink():
                 lock = _lock(path)
                 if lock is not None:
                     shutil.rmtree(path, ignore_errors=True)
                     os.close(lock)
 
     def publish(self) -> None:
-        """Rename to `target`: the last step. Errors: as the class; on any, nothing is published."""
+        """Rename to `target`: the last step, after which a replaced folder is removed.
+
+        Errors: as the class, and nothing is published; a KeyboardInterrupt or a RuntimeError (what was
+        replaced cannot be removed) that comes once `target` is complete says so.
+        """
         with disk_errors(str(self.path)):
             _sync_folders(self.path)
         self._refuse_existing()  # another writer may have been faster
-        if self.target.exists() and any(self.target.iterdir()):
-            old = self.path.with_name(self.path.name + "-old")
-            _exchange(self.path, self.target, old)
-            shutil.rmtree(old)
-        else:
-            self.path.rename(self.target)
-        _sync_folder(self.target.parent)
+        try:
+            if _holds_files(self.target):
+                self._replace()
+            else:
+                self.path.rename(self.target)
+                _sync_folder(self.target.parent)
+        except KeyboardInterrupt:
+            if not self._is_published():
+                raise
+            raise KeyboardInterrupt(f"{self.target} is complete") from None
         self._unlock()
 
+    def _replace(self) -> None:
+        """Exchange the folder with what stands at `target`, and remove that."""
+        lock = _lock(self.target)  # else another run may take it for a stale one
+        try:
+            _exchange(self.path, self.target)
+            _sync_folder(self.target.parent)
+            shutil.rmtree(self.path)
+        except OSError as error:
+            if not self._is_published():
+                raise
+            raise RuntimeError(
+                f"{self.path}: the folder that {self.target} replaces cannot be removed ({error}); remove"
+                f" it by hand, {self.target} is complete"
+            ) from error
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+    def _is_published(self) -> bool:
+        return self.target.exists() and os.path.samestat(self.target.stat(), self._identity)
+
     def discard(self) -> None:
-        """Remove the unfinished folder."""
+        """Remove the unfinished folder; once published, what is left of the one it replaced."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
 
@@ -299,17 +334,25 @@ def _sync_folders(path: Path) -> None:
         _sync_folder(Path(folder))
 
 
-def _exchange(new: Path, target: Path, old: Path) -> None:
-    """Put `new` at `target` and the former `target` at `old`; at no time is `target` absent.
+def _holds_files(folder: Path) -> bool:
+    return folder.exists() and any(folder.iterdir())
 
-    Where the file system cannot exchange names, two renames do it, with a moment between them.
+
+def _exchange(new: Path, target: Path) -> None:
+    """Put `new` at `target` and the former `target` at `new`; at no time is `target` absent.
+
+    Where the file system cannot exchange names, renames do it, with a moment between them.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     names = (os.fsencode(new), os.fsencode(target))
     if hasattr(libc, "renameat2") and not libc.renameat2(
         _AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE
     ):
-        new.rename(old)
         return
-    target.rename(old)
-    new.rename(target)
+    aside = new.with_name(new.name + _ASIDE)
+    try:
+        target.rename(aside)
+        new.rename(target)
+    finally:  # an interrupt may come in between
+        if aside.exists():
+            aside.rename(new if target.exists() else target)

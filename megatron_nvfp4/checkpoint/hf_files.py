@@ -23,6 +23,8 @@ from megatron_nvfp4.checkpoint.stored_tensor import StoredTensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_ENDING = ".safetensors"  # of every shard, and of none of the files that go along
+_MAX_NAME = 255  # of a file, in bytes
 METADATA = {"format": "pt"}  # without it, transformers refuses a file
 
 
@@ -41,7 +43,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path}: is missing; name the model's folder, or copy it there again"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is not JSON ({error}); copy it again") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: is not a JSON object; copy it again")
@@ -54,17 +56,28 @@ def read_config(folder: Path | str) -> dict[str, Any]:
 
 
 def read_weight_map(folder: Path) -> dict[str, str]:
-    """The index's weight_map: tensor -> file. ValueError where it has none, or leaves the folder."""
+    """The index's weight_map: tensor -> file. ValueError where it has none, or names what is no shard."""
     path = folder / INDEX
     found = read_json(path).get("weight_map")
     if not isinstance(found, dict) or not found:
         raise ValueError(f"{path}: has no weight_map; copy it again")
-    unsafe = sorted({str(name) for name in found.values() if Path(str(name)).name != name})
-    if unsafe:
+    unfit = sorted({f"{name!r:.60}" for name in found.values() if not _is_shard_name(name)})
+    if unfit:
         raise ValueError(
-            f"{path}: shard names with a folder: {few(unsafe)}; move them beside the index"
+            f"{path}: names shards {few(unfit)}; a shard has a plain name, without a folder, that ends in"
+            f" {_ENDING} and has at most {_MAX_NAME} bytes: rename it beside the index, and in it"
         )
     return found
+
+
+def _is_shard_name(name: Any) -> bool:
+    """Whether a file may be called so, and nothing else of a checkpoint's folder is."""
+    if not isinstance(name, str) or not name.endswith(_ENDING) or set(name) & {"/", "\\", "\0"}:
+        return False
+    try:
+        return len(name.encode()) <= _MAX_NAME
+    except UnicodeEncodeError:  # half a surrogate pair
+        return False
 
 
 def single_file(folder: Path) -> Path:

@@ -68,9 +68,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 def _entry_of(path: Path, name: str, value: Any, data: int) -> StoredTensor:
     try:
-        dtype, shape = value["dtype"], tuple(value["shape"])
+        dtype, shape = value["dtype"], value["shape"]
         start, end = value["data_offsets"]
-        valid = all(type(n) is int and n >= 0 for n in (*shape, start, end))
+        valid = isinstance(dtype, str) and isinstance(shape, list)
+        valid = valid and all(type(n) is int and n >= 0 for n in (*shape, start, end))
     except (TypeError, KeyError, ValueError):
         valid = False
     if not valid:
@@ -83,9 +84,9 @@ def _entry_of(path: Path, name: str, value: Any, data: int) -> StoredTensor:
         )
     if end - start != math.prod(shape) * DTYPES[dtype].itemsize:
         raise ValueError(
-            f"{path}: {name}: {end - start} bytes are not {dtype} {list(shape)}; copy it again"
+            f"{path}: {name}: {end - start} bytes are not {dtype} {shape}; copy it again"
         )
-    return StoredTensor(path, DTYPES[dtype], shape, data + start, end - start)
+    return StoredTensor(path, DTYPES[dtype], tuple(shape), data + start, end - start)
 
 
 def parse_header(path: Path) -> tuple[dict[str, Any], int]:
@@ -99,11 +100,22 @@ def parse_header(path: Path) -> tuple[dict[str, Any], int]:
                 " again"
             )
         try:
-            return json.loads(file.read(length), object_pairs_hook=_unique), 8 + length
-        except ValueError as error:
+            header = json.loads(file.read(length), object_pairs_hook=_unique)
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path}: its header is not JSON ({error}); copy the file again"
             ) from error
+    if not isinstance(header, dict):
+        raise ValueError(
+            f"{path}: its header is not a JSON object ({header!r:.80}); copy the file again"
+        )
+    metadata = header.get("__metadata__")
+    if metadata is not None and not isinstance(metadata, dict):
+        raise ValueError(
+            f"{path}: __metadata__ of its header is not a JSON object ({metadata!r:.80}); copy the file"
+            " again"
+        )
+    return header, 8 + length
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -115,6 +115,8 @@ def _layer_lines(description: dict) -> list[str]:
         lines.append("  shared experts: bf16")
     if description["last_layers_bf16"]:
         lines.append(f"  last {description['last_layers_bf16']:g} of the layers, rounded up: bf16")
+    if description["moe_dataflow"] != "auto":
+        lines.append(f"  MoE dataflow: {description['moe_dataflow']}")
     lines.append(f"  all others: {description['name']}, backward {description['backward']}")
     return lines
 

@@ -10,12 +10,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_nvfp4.modules.norm import NORMALIZATIONS
 from megatron_nvfp4.modules.params import QLinearParams, require_backend, shape_faults
 from megatron_nvfp4.recipes import Policy, resolve
-from megatron_nvfp4.recipes.policy import layer_number_of
+from megatron_nvfp4.recipes.policy import MOE_DATAFLOWS, layer_number_of
 
 from .moe_support import unfused_reasons
 
 IMPL = "minite"
-MOE_DATAFLOWS = ("auto", "fused", "unfused")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -38,8 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--minite-moe-dataflow",
         choices=MOE_DATAFLOWS,
-        default="auto",
-        help="experts by the fused dataflow where the configuration allows it, or always, or never",
+        default=None,
+        help="experts by the fused dataflow where the configuration allows it, or always, or never; "
+        "default: the policy's moe_dataflow, auto",
     )
     return parser
 
@@ -54,13 +54,13 @@ def policy_of(config: TransformerConfig) -> Policy:
 
 
 def moe_dataflow_of(config: TransformerConfig) -> str:
-    """What --minite-moe-dataflow says: one of MOE_DATAFLOWS, kept on the model's config."""
+    """One of MOE_DATAFLOWS, as --minite-moe-dataflow or else the policy says; kept on the model's config."""
     choice = getattr(config, "minite_moe_dataflow", None) or _argument("minite_moe_dataflow")
-    choice = choice or "auto"
+    choice = choice or policy_of(config).moe_dataflow
     if choice not in MOE_DATAFLOWS:
         raise ValueError(f"minite_moe_dataflow={choice!r}; use one of {', '.join(MOE_DATAFLOWS)}")
     config.minite_moe_dataflow = choice
-    return config.minite_moe_dataflow
+    return choice
 
 
 def _argument(name: str) -> str | None:

@@ -28,6 +28,7 @@ ALIASES = {
 BACKENDS = ("auto", "reference", "cpu", "cuda", "blackwell", "te")
 # A multi-token-prediction layer (mtp.layers.<i>) has no place among the decoder's numbers.
 LAYER_INDEX = re.compile(r"(?:^|(?<!mtp)\.)layers\.(\d+)\.")
+MOE_DATAFLOWS = ("auto", "fused", "unfused")
 SHARED_EXPERTS = re.compile(r"(?:^|.*\.)shared_experts(?:\..*|$)")
 
 
@@ -89,6 +90,7 @@ class Policy:
 
     rules: the first that applies wins; then shared_experts_bf16; then last_layers_bf16 (a fraction
         of the layers, rounded up); then `recipe`.
+    moe_dataflow: one of MOE_DATAFLOWS; "auto" fuses where the model's configuration allows it.
     sources: for each setting, where it came from ("explicit", a variable, a file, "default").
     """
 
@@ -99,6 +101,7 @@ class Policy:
     backend: str = "auto"
     strict: bool = False
     disable_backward_quant: bool = False
+    moe_dataflow: str = "auto"
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def named(self, name: str) -> Recipe:
@@ -142,6 +145,7 @@ CONFIG_KEYS = {
     "backend": str,
     "strict": bool,
     "disable_backward_quant": bool,
+    "moe_dataflow": str,
 }
 RULE_KEYS = {"match": str, "layer_numbers": list, "recipe": str}
 
@@ -191,6 +195,9 @@ def _config_faults(config: dict) -> list[str]:
         faults.append(f"shared_experts={short(config['shared_experts'])}: use 'bf16' or 'recipe'")
     if "backend" in config and config["backend"] not in BACKENDS:
         faults.append(f"backend={short(config['backend'])}: use one of {', '.join(BACKENDS)}")
+    if "moe_dataflow" in config and config["moe_dataflow"] not in MOE_DATAFLOWS:
+        value = short(config["moe_dataflow"])
+        faults.append(f"moe_dataflow={value}: use one of {', '.join(MOE_DATAFLOWS)}")
     fraction = config.get("last_layers_bf16", 0.0)
     if type(fraction) in (int, float) and not 0 <= fraction <= 1:
         faults.append(

@@ -118,6 +118,7 @@ def resolve(
         backend=choose("backend", backend, "MINITE_BACKEND", "auto"),
         strict=bool(choose("strict", None, None, False)),
         disable_backward_quant=disable,
+        moe_dataflow=choose("moe_dataflow", None, None, "auto"),
         sources=sources,
     )
 
@@ -179,6 +180,7 @@ def describe(policy: Policy, environ: Mapping[str, str] | None = None) -> dict:
         "never_quantized": ["router", "embedding", "output head"],
         "backend": policy.backend,
         "strict": policy.strict,
+        "moe_dataflow": policy.moe_dataflow,
         "sources": dict(policy.sources),
         "environment": {name: environ.get(name) for name in (*VARIABLES, DISABLE_BACKWARD_QUANT)},
         "foreign_environment": {
