@@ -19,6 +19,25 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """The part of sparse attention that chooses each query's topk keys.
+
+    Layer `offset` (counted from 1), those before it and every frequency-th behind it have one of their
+    own, the others take the choice of the last one that has: Megatron's rule, the only one it knows.
+    """
+
+    topk: int
+    num_heads: int
+    head_dim: int
+    frequency: int = 1
+    offset: int = 1
+
+    def is_in(self, layer: int) -> bool:
+        """Whether decoder layer `layer`, counted from 0, has one of its own."""
+        return max(layer + 1 - self.offset, 0) % self.frequency == 0
+
+
+@dataclass(frozen=True)
 class Experts:
     """Routed and shared experts of a model's MoE layers."""
 
@@ -36,7 +55,8 @@ class Architecture:
 
     moe_layers: for each decoder layer whether its MLP is a mixture of experts.
     num_mtp_layers: layers that predict further tokens, which Hugging Face numbers behind the others.
-    latent and experts are None where the model has none. Says nothing about rope or the tokenizer.
+    latent, indexer and experts are None where the model has none. Says nothing about rope or the
+    tokenizer.
     """
 
     model_type: str
@@ -52,6 +72,7 @@ class Architecture:
     qkv_bias: bool = False
     qk_norm: bool = False
     latent: LatentAttention | None = None
+    indexer: Indexer | None = None
     experts: Experts | None = None
     num_mtp_layers: int = 0
 
@@ -80,7 +101,8 @@ class Architecture:
     @property
     def is_uniform(self) -> bool:
         """Whether all decoder layers hold the same tensors, so that Megatron stacks them."""
-        return len(set(self.moe_layers)) <= 1
+        is_shared = self.indexer is not None and self.indexer.frequency > 1
+        return len(set(self.moe_layers)) <= 1 and not is_shared
 
 
 def _refuse_what_has_no_place(config: Config) -> None:
@@ -100,6 +122,11 @@ def _refuse_what_has_no_place(config: Config) -> None:
                 f"config.json: {name}=true adds biases that Megatron's layer has no place for;"
                 " take a model without them (set it to false where they are zero)"
             )
+    if config.get("rope_interleave") is False:
+        raise ValueError(
+            "config.json: rope_interleave=false pairs a head's rotated rows by halves, Megatron's latent"
+            " attention pairs neighbours; take a model with rope_interleave=true"
+        )
 
 
 def _shared_entries(config: Config) -> dict[str, Any]:
@@ -166,14 +193,28 @@ def _qwen3_moe(config: Config) -> dict[str, Any]:
     }
 
 
+def _layer_kinds(config: Config, name: str, kinds: tuple[str, str]) -> tuple[bool, ...] | None:
+    """A list of one of two kinds for each layer as flags of the second one; None: no list there."""
+    found, num_layers = config.get(name), config["num_hidden_layers"]
+    if found is None:
+        return None
+    if len(found) != num_layers or not set(found) <= set(kinds):
+        raise ValueError(
+            f"config.json: {name} has {len(found)} entries of {sorted(set(found))}; it needs one for each"
+            f" of {num_layers} layers, {kinds[0]!r} or {kinds[1]!r}"
+        )
+    return tuple(kind == kinds[1] for kind in found)
+
+
 def _layers_behind_dense(config: Config) -> dict[str, Any]:
-    """The MoE layers of DeepSeek and GLM: all behind the first dense ones."""
-    first, step = config["first_k_dense_replace"], config.get("moe_layer_freq") or 1
+    """The MoE layers of DeepSeek and GLM: as listed, or all behind the first dense ones."""
+    moe_layers = _layer_kinds(config, "mlp_layer_types", ("dense", "sparse"))
+    if moe_layers is None:
+        first, step = config["first_k_dense_replace"], config.get("moe_layer_freq") or 1
+        moe_layers = tuple(i >= first and i % step == 0 for i in range(config["num_hidden_layers"]))
     ffn_size = config["moe_intermediate_size"]
     return {
-        "moe_layers": tuple(
-            i >= first and i % step == 0 for i in range(config["num_hidden_layers"])
-        ),
+        "moe_layers": moe_layers,
         "num_mtp_layers": config.get("num_nextn_predict_layers") or 0,
         "experts": Experts(
             config["n_routed_experts"],
@@ -192,7 +233,51 @@ def _deepseek(config: Config) -> dict[str, Any]:
         config["qk_rope_head_dim"],
         config["v_head_dim"],
     )
-    return _layers_behind_dense(config) | {"latent": latent}
+    # transformers' head_dim of these models, which not all of their files spell out.
+    return _layers_behind_dense(config) | {"latent": latent, "head_dim": latent.rope_dim}
+
+
+def _glm4_moe_lite(config: Config) -> dict[str, Any]:
+    return _deepseek({"first_k_dense_replace": 1, **config})  # transformers' default
+
+
+def _glm_moe_dsa(config: Config) -> dict[str, Any]:
+    if config["q_lora_rank"] is None:
+        raise ValueError(
+            "config.json: q_lora_rank=null, but the indexer reads the low-rank queries; give their rank"
+        )
+    sizes = (config[f"index_{name}"] for name in ("topk", "n_heads", "head_dim"))
+    indexer = Indexer(*sizes, *_index_sharing(config))
+    return _deepseek({"first_k_dense_replace": 3, **config}) | {"indexer": indexer}
+
+
+def _index_sharing(config: Config) -> tuple[int, int]:
+    """Frequency and offset of Megatron's rule for the layers that reuse another one's choice of keys.
+
+    Source: GlmMoeDsaConfig of transformers 5.17. ValueError: a list that the rule does not give.
+    """
+    name, pattern = "indexer_types", config.get("index_topk_pattern")
+    if config.get(name) is None and pattern is not None:
+        letters = {"F": "full", "S": "shared"}
+        config = {**config, name: [letters.get(kind, kind) for kind in pattern]}
+    is_shared = _layer_kinds(config, name, ("full", "shared"))
+    num_layers = config["num_hidden_layers"]
+    if is_shared is None:
+        rule = max(config.get("index_topk_freq", 1), 1), config.get("index_skip_topk_offset", 2)
+        is_shared = tuple(max(i + 1 - rule[1], 0) % rule[0] > 0 for i in range(num_layers))
+    if not any(is_shared):
+        return 1, 1
+    offset = is_shared.index(True)
+    behind = is_shared[offset:]
+    frequency = behind.index(False) + 1 if False in behind else num_layers
+    found = Indexer(0, 0, 0, frequency, offset)
+    if offset == 0 or any(found.is_in(i) == shared for i, shared in enumerate(is_shared)):
+        kinds = "".join("S" if shared else "F" for shared in is_shared)
+        raise ValueError(
+            f"config.json: layers with an indexer of their own (F) and without (S) are {kinds}; Megatron"
+            " can only have the first few and every n-th behind them: take a model of that kind"
+        )
+    return frequency, offset
 
 
 def _glm4_moe(config: Config) -> dict[str, Any]:
@@ -211,4 +296,6 @@ FAMILIES: dict[str, Callable[[Config], dict[str, Any]]] = {
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _glm4_moe_lite,
+    "glm_moe_dsa": _glm_moe_dsa,
 }

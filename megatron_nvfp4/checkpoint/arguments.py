@@ -75,6 +75,24 @@ def _latent(arch: Architecture) -> dict[str, Any]:
         "qk_head_dim": arch.latent.nope_dim,
         "qk_pos_emb_head_dim": arch.latent.rope_dim,
         "v_head_dim": arch.latent.v_dim,
+        **_indexer(arch),
+    }
+
+
+def _indexer(arch: Architecture) -> dict[str, Any]:
+    if arch.indexer is None:
+        return {}
+    return {
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": arch.indexer.num_heads,
+        "dsa_indexer_head_dim": arch.indexer.head_dim,
+        "dsa_indexer_topk": arch.indexer.topk,
+        "dsa_indexer_topk_freq": arch.indexer.frequency,
+        "dsa_indexer_skip_topk_offset": arch.indexer.offset,
+        # What transformers' GLM fixes in its code.
+        "dsa_indexer_rope_interleaved": True,
+        "dsa_indexer_k_norm_epsilon": 1e-6,
+        "dsa_indexer_rotate_activation": False,
     }
 
 
@@ -94,7 +112,18 @@ def _moe(arch: Architecture, config: Config) -> dict[str, Any]:
         "moe_router_pre_softmax": not experts.has_router_bias and not config.get("norm_topk_prob"),
         "moe_router_score_function": "sigmoid" if experts.has_router_bias else "softmax",
         "moe_router_enable_expert_bias": experts.has_router_bias,
+        **_router_groups(config),
         "moe_router_topk_scaling_factor": config.get("routed_scaling_factor"),
         "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
         "moe_shared_expert_gate": experts.has_shared_gate,
+    }
+
+
+def _router_groups(config: Config) -> dict[str, Any]:
+    """Where a token's experts must lie in a few groups of them."""
+    if (config.get("n_group") or 1) == 1:
+        return {}
+    return {
+        "moe_router_num_groups": config["n_group"],
+        "moe_router_group_topk": config["topk_group"],
     }

@@ -215,8 +215,11 @@ def _recipe_of(target: Parameter, policy: Policy, arch: Architecture) -> Recipe 
 def _policy_name(target: Parameter) -> str | None:
     """The name under which the policy knows a weight, None for what is never quantised.
 
-    eh_proj of prediction layers, router and shared gate are no `linear_`; nor are embedding and head.
+    eh_proj of prediction layers, router and shared gate are no `linear_`; nor are embedding and head. An
+    indexer's linears choose keys, and samplers fuse two of them: they stay as they are.
     """
+    if ".indexer." in target.key:
+        return None
     found = _QUANTIZABLE.fullmatch(target.key)
     return found[1] if found else None
 

@@ -89,7 +89,8 @@ def _norms(arch: Architecture | None, layer: int, *, is_mtp: bool) -> dict[str, 
         norms[f"{attention}{first}_proj.layer_norm_weight"] = "input_layernorm.weight"
     for name in ("q", "kv"):
         up = f"{attention}{name}_up_proj.layer_norm_weight"
-        norms[f"self_attention.{name}_layernorm.weight"] = up
+        norm = f"self_attention.{name}_layernorm.weight"
+        norms |= {norm: up} if arch.indexer is None else {up: norm}
     return norms
 
 

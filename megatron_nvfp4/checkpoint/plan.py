@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_nvfp4.checkpoint.architecture import Architecture, Experts, LatentAttention
+from megatron_nvfp4.checkpoint.architecture import Architecture, Experts, Indexer, LatentAttention
 
 __all__ = [
     "Architecture",
@@ -197,6 +197,9 @@ def _layer(
     hf = f"model.layers.{layer}."
     if arch.latent is not None:
         found = _latent_attention(arch, arch.latent, prefix, hf)
+        # A prediction layer has always an indexer of its own.
+        if arch.indexer is not None and (layer >= arch.num_layers or arch.indexer.is_in(layer)):
+            found += _indexer(arch, arch.indexer, prefix, hf)
     else:
         found = _attention(arch, prefix, hf)
     norm = "pre_mlp_layernorm.weight" if is_moe else "mlp.linear_fc1.layer_norm_weight"
@@ -245,6 +248,13 @@ def _latent_attention(
 ) -> list[Parameter]:
     hidden, heads = arch.hidden_size, arch.num_heads
     key, name = f"{prefix}self_attention.linear_", f"{hf}self_attn."
+    # The indexer reads what these norms give, so beside one they are modules of their own.
+    norms = {
+        rank: f"{key}{rank}_up_proj.layer_norm_weight"
+        if arch.indexer is None
+        else f"{prefix}self_attention.{rank}_layernorm.weight"
+        for rank in ("q", "kv")
+    }
     query = heads * (latent.nope_dim + latent.rope_dim)
     kv_rank, values = latent.kv_rank, heads * (latent.nope_dim + latent.v_dim)
     found = [_whole(f"{prefix}input_layernorm.weight", f"{hf}input_layernorm.weight", hidden)]
@@ -252,20 +262,43 @@ def _latent_attention(
         q_proj = f"{name}q_proj.weight"
         found.append(_whole(f"{key}q_proj.weight", q_proj, query, hidden, split="rows"))
     else:
-        norm, up = f"{key}q_up_proj.layer_norm_weight", f"{key}q_up_proj.weight"
+        up = f"{key}q_up_proj.weight"
         found += [
             _whole(f"{key}q_down_proj.weight", f"{name}q_a_proj.weight", latent.q_rank, hidden),
-            _whole(norm, f"{name}q_a_layernorm.weight", latent.q_rank),
+            _whole(norms["q"], f"{name}q_a_layernorm.weight", latent.q_rank),
             _whole(up, f"{name}q_b_proj.weight", query, latent.q_rank, split="rows"),
         ]
-    down, norm = f"{key}kv_down_proj.weight", f"{key}kv_up_proj.layer_norm_weight"
-    up = f"{key}kv_up_proj.weight"
+    down, up = f"{key}kv_down_proj.weight", f"{key}kv_up_proj.weight"
     return [
         *found,
         _whole(down, f"{name}kv_a_proj_with_mqa.weight", kv_rank + latent.rope_dim, hidden),
-        _whole(norm, f"{name}kv_a_layernorm.weight", kv_rank),
+        _whole(norms["kv"], f"{name}kv_a_layernorm.weight", kv_rank),
         _whole(up, f"{name}kv_b_proj.weight", values, kv_rank, split="rows"),
         _output_projection(prefix, hf, hidden, heads * latent.v_dim),
+    ]
+
+
+def _indexer(arch: Architecture, indexer: Indexer, prefix: str, hf: str) -> list[Parameter]:
+    """Every tensor parallel rank holds all of it.
+
+    Names: DSAIndexer in megatron/core/transformer/experimental_attention_variant/dsa.py,
+    https://github.com/NVIDIA/Megatron-LM.
+    """
+    assert arch.latent is not None
+    assert arch.latent.q_rank is not None
+    key, name = f"{prefix}self_attention.core_attention.indexer.", f"{hf}self_attn.indexer."
+    num_rows, dim, hidden = indexer.num_heads * indexer.head_dim, indexer.head_dim, arch.hidden_size
+    return [
+        _whole(f"{key}linear_wq_b.weight", f"{name}wq_b.weight", num_rows, arch.latent.q_rank),
+        _whole(f"{key}linear_wk.weight", f"{name}wk.weight", dim, hidden),
+        _whole(f"{key}k_norm.weight", f"{name}k_norm.weight", dim),
+        _whole(f"{key}k_norm.bias", f"{name}k_norm.bias", dim),
+        _whole(
+            f"{key}linear_weights_proj.weight",
+            f"{name}weights_proj.weight",
+            indexer.num_heads,
+            hidden,
+        ),
     ]
 
 
