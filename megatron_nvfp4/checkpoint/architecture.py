@@ -200,8 +200,8 @@ def _layer_kinds(config: Config, name: str, kinds: tuple[str, str]) -> tuple[boo
         return None
     if len(found) != num_layers or not set(found) <= set(kinds):
         raise ValueError(
-            f"config.json: {name} has {len(found)} entries of {sorted(set(found))}; it needs one for each"
-            f" of {num_layers} layers, {kinds[0]!r} or {kinds[1]!r}"
+            f"config.json: {name} has {len(found)} entries of {sorted(set(found))}; give one for each of"
+            f" {num_layers} layers, {kinds[0]!r} or {kinds[1]!r}"
         )
     return tuple(kind == kinds[1] for kind in found)
 
