@@ -28,8 +28,7 @@ Tensor outer_scale(const Tensor& amax_in, int64_t e4m3_max) {
   if (num == 0) return out;
   outer_scale_kernel<<<static_cast<unsigned>((num + 255) / 256), 256, 0,
                        c10::cuda::getCurrentCUDAStream()>>>(
-      amax.const_data_ptr<float>(), static_cast<int>(e4m3_max), num,
-      out.mutable_data_ptr<float>());
+      amax.const_data_ptr<float>(), static_cast<int>(e4m3_max), num, out.mutable_data_ptr<float>());
   C10_CUDA_CHECK(cudaGetLastError());
   return out;
 }
