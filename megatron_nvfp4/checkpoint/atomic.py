@@ -14,6 +14,7 @@ import re
 import secrets
 import shutil
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -271,6 +272,36 @@ class AtomicFolder:
                 raise
         else:
             self.discard()
+
+
+class FolderWriter(ABC):
+    """A writer of one folder: complete when its `with` block ends, gone where anything failed."""
+
+    _output: AtomicFolder
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Write what is left, and publish."""
+
+    @abstractmethod
+    def _abandon(self) -> None:
+        """Close the files that are open."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._abandon()
+            self._output.discard()  # nothing is left to discard once published
 
 
 def write_bytes(path: Path, data: bytes) -> None:

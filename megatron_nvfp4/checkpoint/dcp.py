@@ -13,13 +13,18 @@ import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 
 from megatron_nvfp4.checkpoint.archive import ArchiveWriter
-from megatron_nvfp4.checkpoint.atomic import AtomicFolder, OutputFile, is_partial, write_bytes
+from megatron_nvfp4.checkpoint.atomic import (
+    AtomicFolder,
+    FolderWriter,
+    OutputFile,
+    is_partial,
+    write_bytes,
+)
 from megatron_nvfp4.checkpoint.dcp_metadata import (
     Chunk,
     Key,
@@ -235,7 +240,7 @@ def _layout_of(keys: Mapping[str, Any]) -> Layout:
 # --- writing --------------------------------------------------------------------------------------
 
 
-class TorchDistWriter:
+class TorchDistWriter(FolderWriter):
     """Streams tensors into a torch_dist checkpoint; a context manager, complete or absent.
 
     The result is `folder` with a tracker file and one iteration ("release" where `iteration` is None),
@@ -377,22 +382,9 @@ class TorchDistWriter:
         }
         return {**defaults, **self._common, "args": args}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            if self._file is not None:
-                self._file.abandon()
-            self._output.discard()  # nothing is left to discard once published
+    def _abandon(self) -> None:
+        if self._file is not None:
+            self._file.abandon()
 
 
 def has_extra_state(key: str) -> bool:

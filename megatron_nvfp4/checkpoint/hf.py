@@ -4,13 +4,13 @@ import math
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from megatron_nvfp4.checkpoint.atomic import (
     AtomicFolder,
+    FolderWriter,
     copy_file,
     is_partial,
     json_bytes,
@@ -140,7 +140,7 @@ class HFReader:
 # --- writing --------------------------------------------------------------------------------------
 
 
-class HFWriter:
+class HFWriter(FolderWriter):
     """Streams tensors into safetensors shards; a context manager, complete or absent.
 
     The folder appears at the end of the `with` block, index last. `config` may be changed until
@@ -254,19 +254,6 @@ class HFWriter:
             return (self._like / "config.json").read_bytes()
         return json_bytes(self.config)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            if self._shard is not None:
-                self._shard.abandon()
-            self._output.discard()  # nothing is left to discard once published
+    def _abandon(self) -> None:
+        if self._shard is not None:
+            self._shard.abandon()

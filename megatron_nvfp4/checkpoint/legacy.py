@@ -10,13 +10,12 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_nvfp4.checkpoint.archive import ArchiveWriter
-from megatron_nvfp4.checkpoint.atomic import AtomicFolder, OutputFile, write_bytes
+from megatron_nvfp4.checkpoint.atomic import AtomicFolder, FolderWriter, OutputFile, write_bytes
 from megatron_nvfp4.checkpoint.dcp import TRACKER, has_extra_state, iteration_folder
 from megatron_nvfp4.checkpoint.rows import Rows, Split, part_of, split_rows
 from megatron_nvfp4.checkpoint.stored_tensor import StoredTensor
@@ -282,7 +281,7 @@ def _rows(part: StoredTensor, start: int, stop: int) -> torch.Tensor:
 # --- writing --------------------------------------------------------------------------------------
 
 
-class LegacyWriter:
+class LegacyWriter(FolderWriter):
     """Streams whole parameters into the files of all ranks; a context manager, complete or absent.
 
     The result is `folder` with a tracker file and one iteration ("release" where `iteration` is None).
@@ -335,6 +334,7 @@ class LegacyWriter:
                 self._models[rank] = [{} for _ in range(vpp)]
         except BaseException:
             self._abandon()
+            self._output.discard()
             raise
 
     def _check_sizes(self) -> None:
@@ -440,22 +440,6 @@ class LegacyWriter:
             archive.abandon()
         for file in self._files.values():
             file.abandon()
-        self._output.discard()  # nothing is left to discard once published
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            self._abandon()
 
 
 def _expert_local(key: str, expert: int) -> str:
