@@ -92,10 +92,10 @@ def main() -> int:
     size = replace(size, lr=args.lr or size.lr)
     keep_settings(out, {"device": args.device} | asdict(size))
     arms = [Arm.parse(name) for name in args.arms]
-    todo = [seed for seed in args.seeds if not start_path(out, seed).exists()]
-    in_parallel(partial(warm_up, out, size, args.device), [(seed,) for seed in todo], args.jobs)
     pairs = [(arm, seed) for seed in args.seeds for arm in arms]
     todo = [pair for pair in pairs if not run_path(out, *pair).exists()]
+    seeds = sorted({seed for _, seed in todo if not start_path(out, seed).exists()})
+    in_parallel(partial(warm_up, out, size, args.device), [(seed,) for seed in seeds], args.jobs)
     in_parallel(partial(train, out, size, args.device), todo, args.jobs)
     paths = {arm.name: [run_path(out, arm, seed) for seed in args.seeds] for arm in arms}
     report(out, paths)

@@ -30,7 +30,10 @@ FAST = NVFP4Spec(outer="token", four_over_six="mse", error="fast")
 STRICT = NVFP4Spec(outer="token", four_over_six="mae", error="strict")
 SWIGLU_SHAPE = (32768, 768)
 SWIGLU_OPS = ("swiglu portable", "swiglu fast math")
-KINDS = ("quantize", "quantize-cpu", "gemm", "module", "moe_ops", "moe_layer", "convert", "rl")
+KINDS = (
+    *("quantize", "quantize-cpu", "gemm", "module", "moe_ops", "moe_layer", "exchange", "convert"),
+    "rl",
+)
 CACHE_BYTES = 400 << 20  # several times the L2
 FIELDS = (
     "gpu",
@@ -341,6 +344,10 @@ def chosen(
         import bench_moe
 
         return bench_moe.FIELDS, bench_moe.rows(args.only)
+    if args.what == "exchange":
+        import bench_exchange
+
+        return bench_exchange.FIELDS, bench_exchange.measurements()
     if args.what == "moe_layer":
         import bench_moe_layer
 

@@ -45,7 +45,7 @@ class RowPlan:
                     f"routing map: a token has {most} experts, top_k is {top_k}; give the larger top_k"
                 )
         routing = dispatch.route(chosen, num_all, top_k=top_k)
-        if chosen.device.type == "cpu":
+        if exchange is None and chosen.device.type == "cpu":
             # The host knows how many rows there are, and CPU GEMMs insist on it.
             num_rows = int(routing.offsets[-1])
             routing = replace(
@@ -61,6 +61,8 @@ class RowPlan:
         if exchange is None:
             return cls(send, choice, rows, send, rows, routing.offsets, None)
         trip = exchange.plan(routing)
+        # The rows of dropped choices lie behind these, and do not travel.
+        send, choice = send[: sum(trip.sent)], choice[: sum(trip.sent)]
         order = torch.arange(trip.index.shape[0], device=trip.index.device)
         inverse = torch.empty_like(order).scatter_(0, trip.index, order)
         return cls(send, choice, rows, trip.index, inverse[:, None], trip.offsets, trip)
