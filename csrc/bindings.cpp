@@ -6,6 +6,8 @@
 
 #include <string>
 
+#include "product_node.h"
+
 namespace {
 
 // The torch whose headers this was compiled against; the stamp of the install must agree.
@@ -15,7 +17,11 @@ PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullp
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&module_definition); }
+PyMODINIT_FUNC PyInit__C() {
+  PyObject* module = PyModule_Create(&module_definition);
+  if (module) megatron_nvfp4::add_functions(module);
+  return module;
+}
 
 TORCH_LIBRARY(megatron_nvfp4, m) {
   m.def("build_info() -> str", &build_info);
@@ -87,6 +93,12 @@ TORCH_LIBRARY(megatron_nvfp4, m) {
       "grouped_gemm_w4(Tensor x, Tensor? x_scales, Tensor packed, Tensor offsets, int num_cols, "
       "Tensor? row_scale, Tensor? group_scale, Tensor? bias, Tensor? row_index, "
       "ScalarType out_dtype, int config=-1) -> Tensor");
+  // Rows of x BF16 (M, K) by quantize_nvfp4, each with its own amax, and then grouped_gemm_w4, to
+  // BF16.
+  m.def(
+      "grouped_linear_w4(Tensor x, Tensor packed, Tensor offsets, int num_cols, Tensor "
+      "group_scale, "
+      "int e4m3_max, int four_over_six, bool fast_error) -> Tensor");
   // NVFP4 weights (G*N, K) in the order of wgmma fragments, (G, ceil(K/64), ceil(N/64), 2304);
   // reversed: group g from group G-1-g. The inverse takes num_rows = G*N.
   m.def(
@@ -103,6 +115,10 @@ TORCH_LIBRARY(megatron_nvfp4, m) {
   m.def(
       "grouped_wgrad_bf16(Tensor a, Tensor b, bool token_major, Tensor offsets, "
       "Tensor? group_scale, bool accumulate, *, Tensor(c!)[] out) -> ()");
+  // The same of one contiguous out (G, N, K); generic: by grouped_wgrad_generic.
+  m.def(
+      "grouped_wgrad_block(Tensor a, Tensor b, bool token_major, Tensor offsets, "
+      "Tensor? group_scale, bool generic, *, Tensor(c!) out) -> ()");
   // mma.sync, any GPU from 8.0 on. a, b: BF16, or NVFP4 codes with their scales; b_transposed: b is
   // BF16 (G*K, N).
   m.def(
@@ -123,6 +139,8 @@ TORCH_LIBRARY(megatron_nvfp4, m) {
   m.def(
       "blackwell_epilogue(Tensor acc, Tensor offsets, Tensor? row_scale, Tensor? group_scale, "
       "Tensor? bias, ScalarType out_dtype) -> Tensor");
+  // Boundaries int64 (G+1,) on x's device of groups of so many rows, G = 1..1024, CUDA only.
+  m.def("row_offsets(Tensor x, int[] splits) -> Tensor");
   // Rows of experts: quant.dispatch and quant.swiglu. index: int64 or int32 (M,), -1 for zeros;
   // rows_of_token: int64 (T, top_k), -1 for a choice that was dropped. On CUDA neither is looked
   // at.

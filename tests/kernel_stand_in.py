@@ -127,5 +127,23 @@ class Kernels:
 
     grouped_wgrad_generic = grouped_wgrad_bf16
 
+    def grouped_wgrad_block(self, a, b, token_major, offsets, group, generic, *, out):
+        assert out.is_contiguous()
+        kernel = self.grouped_wgrad_generic if generic else self.grouped_wgrad_bf16
+        kernel(a, b, token_major, offsets, group, False, out=out.unbind())
+
+    def grouped_linear_w4(
+        self, x, packed, offsets, num_cols, group, e4m3_max, four_over_six, fast_error
+    ):
+        assert x.dtype == torch.bfloat16
+        assert x.is_contiguous()
+        codes, scales, amax = self.real.quantize_nvfp4(
+            x, None, None, 1, True, e4m3_max, four_over_six, fast_error
+        )
+        row = self.real.outer_scale(amax, e4m3_max)
+        return self.grouped_gemm_w4(
+            codes, scales, packed, offsets, num_cols, row, group, None, None, torch.bfloat16
+        )
+
     def round_mxfp8_columns(self, x):
         return decode_mxfp8(quantize_mxfp8(x.t())).t().bfloat16().contiguous()

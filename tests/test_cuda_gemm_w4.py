@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.skipif(_why_not() is not None, reason=str(_why_not())),
 ]
 CONFIGS = (-1, 0, 1, 2, 3, 4)
+DENSE = (5, 6, 7, 8, 9, 10)  # of one group alone: a CTA a tile
 # Whole tiles; ragged groups; features and K that fill no chunk of 64; one short group; one long.
 CASES = (
     (1536, 768, (40, 0, 17, 300, 131)),
@@ -36,7 +37,19 @@ CASES = (
     (6144, 512, (250,)),
     (72, 208, tuple((7 * i * i + 3 * i) % 40 for i in range(70))),
 )
+# As CASES, of one group; tiles that end inside a quarter, a half and a whole of their width.
+ONE_GROUP = (
+    (64, 16, (33,)),
+    (136, 80, (5,)),
+    (200, 1040, (129,)),
+    (6144, 512, (250,)),
+    (1536, 144, (300,)),
+    (2048, 768, (16,)),
+    (192, 2048, (70,)),
+)
 every_config = pytest.mark.parametrize("config", CONFIGS)
+every_dense = pytest.mark.parametrize("config", [-1, *DENSE])
+one_group = pytest.mark.parametrize("case", ONE_GROUP, ids=lambda c: f"{c[0]}x{c[1]}x{c[2][0]}")
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}x{case[1]}")
 
 
@@ -141,7 +154,7 @@ def test_reversed_packing_mirrors_the_groups():
     assert torch.equal(ops().pack_weights_nvfp4(codes, scales, 5, True), plain.flip(0))
 
 
-@every_config
+@pytest.mark.parametrize("config", [*CONFIGS, *DENSE])
 def test_every_code_under_every_scale(config):
     """A code or a scale (subnormal ones too) that the decoders of weights or activations get wrong:
     the other operand is a unit matrix, so that outputs are the decoded values."""
@@ -235,7 +248,7 @@ def test_any_split_of_rows(rows, config):
     assert_bits(got, expected(decode(xc, xs), decode(codes, scales).view(-1, n, k), rows))
 
 
-@every_config
+@pytest.mark.parametrize("config", [*CONFIGS, *DENSE])
 @pytest.mark.parametrize("num_rows", [17, 40, 72, 513, 4096])
 def test_one_group_in_tiles_of_any_size(num_rows, config):
     """Tiles chosen to fill the GPU: rows lost or repeated where they are no multiple of 16."""
@@ -250,6 +263,87 @@ def test_one_group_in_tiles_of_any_size(num_rows, config):
     )  # fmt: skip
     x, w = decode(xc, xs), decode(codes, scales)[None]
     assert_bits(got, expected(x, w, (num_rows,), row_scale, one).to(BF16))
+
+
+@every_dense
+@one_group
+@pytest.mark.parametrize("scale_bytes", [(0, 0x7F), (0x60, 0x7F), (0, 0x20)], ids=str)
+def test_bits_of_one_group(case, config, scale_bytes):
+    """Another order of K in a stage, weights behind the end of K, a tile of features or rows that
+    two CTAs compute or none, a scale or bias of the wrong tile."""
+    n, _, rows = case
+    (codes, scales), x, w, packed = problem(case, *scale_bytes)
+    row_scale, group_scale, bias = epilogue(case)
+    assert_bits(gemm(codes, packed, rows, n, scales=scales, config=config), expected(x, w, rows))
+    got = gemm(
+        codes, packed, rows, n, scales=scales, config=config, row_scale=row_scale,
+        group_scale=group_scale, bias=bias, out_dtype=BF16, offsets=offsets_of(rows, torch.int32),
+    )  # fmt: skip
+    assert_bits(got, expected(x, w, rows, row_scale, group_scale, bias).to(BF16), "epilogue")
+    index = torch.randint(0, len(x), (len(x),), device="cuda")
+    got = gemm(
+        codes, packed, rows, n, scales=scales, index=index, row_scale=row_scale,
+        group_scale=group_scale, config=config,
+    )  # fmt: skip
+    assert_bits(got, expected(x[index], w, rows, row_scale[index], group_scale), "row_index")
+    if scale_bytes == (0, 0x7F):
+        assert_bits(gemm(x.to(FP16), packed, rows, n, config=config), expected(x, w, rows), "fp16")
+        wide = (torch.randn(x.shape, device="cuda") * 1e9).to(BF16)
+        assert_bits(gemm(wide, packed, rows, n, config=config), expected(wide, w, rows), "bf16")
+
+
+@every_dense
+@pytest.mark.parametrize("end", [0, 1, 16, 77, 150])
+def test_one_group_ends_where_its_offset_says(end, config):
+    """Padding rows, whatever they hold, that reach the output or their neighbours."""
+    n, k = 136, 208
+    codes, scales = operand(n, k, 1)
+    packed = ops().pack_weights_nvfp4(codes, scales, 1, False)
+    x = torch.randn(150, k, device="cuda").to(BF16)
+    reference = expected(x[:end], decode(codes, scales)[None], (end,))
+    x[end:] = float("nan")
+    bias = torch.randn(1, n, device="cuda")
+    for out_dtype in (FP32, BF16):
+        torch.full((150, n), float("nan"), dtype=out_dtype, device="cuda")  # what the output gets
+        got = gemm(x, packed, (end,), n, bias=bias, out_dtype=out_dtype, config=config)
+        assert not got[end:].any()
+        assert_bits(got[:end], (reference + bias).to(out_dtype), str(out_dtype))
+
+
+@every_dense
+def test_a_graph_replays_calls_that_follow_each_other(config):
+    """Kernels that start beside the one before: activations decoded into memory still read, weights
+    or an offset taken before they are written."""
+    n, k, num_rows = 1536, 512, 100
+    x = [operand(num_rows, k, seed) for seed in (1, 2, 3)]
+    w = [operand(n, k, seed) for seed in (4, 5, 6)]
+    offsets = offsets_of((num_rows,))
+    buffer = torch.empty_like(ops().pack_weights_nvfp4(*w[0], 1, False))
+    packed = [ops().pack_weights_nvfp4(*each, 1, False) for each in w]
+
+    def run():
+        results = []
+        for (codes, scales), weights in zip(x, packed, strict=True):
+            buffer.copy_(weights)  # in the same memory each time
+            results.append(
+                gemm(codes, buffer, None, n, scales=scales, offsets=offsets, config=config)
+            )
+        return results
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for end in (num_rows, 40):
+        offsets.copy_(offsets_of((end,)))
+        for _ in range(20):
+            graph.replay()
+        for got, activations, weights in zip(out, x, w, strict=True):
+            reference = expected(decode(*activations), decode(*weights)[None], (end,))
+            assert_bits(got, reference, str(end))
 
 
 @every_config
@@ -398,7 +492,7 @@ def test_refusals():
         gemm(codes, packed, rows, n, scales=scales, row_scale=torch.ones(3, device="cuda"))
     with pytest.raises(ValueError, match="give bfloat16 or float32"):
         gemm(codes, packed, rows, n, scales=scales, out_dtype=FP16)
-    with pytest.raises(ValueError, match="config=9"):
+    with pytest.raises(ValueError, match="config=9 for 5 groups"):
         gemm(codes, packed, rows, n, scales=scales, config=9)
     with pytest.raises(ValueError, match="num_groups=7"):
         ops().pack_weights_nvfp4(codes, scales, 7, False)

@@ -300,7 +300,9 @@ def machine() -> dict[str, object]:
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "driver": ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": ask(
+            "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
+        ),
         "commit": commit(),
     }
 

@@ -5,7 +5,6 @@ the way there of one layer: rows gathered, sent and received with their probabil
 all-to-all alone. Packed rows are quantised once a token, in the time. Bytes: sent to other ranks, the mean.
 """
 
-import os
 import statistics
 import subprocess
 import sys
@@ -37,7 +36,7 @@ def measurements() -> Iterator[dict]:
     )
     for line in done.stdout.splitlines():
         if line.startswith("row "):
-            values = line.split()[1:]
+            values = [value.replace("_", " ") for value in line.split()[1:]]
             yield machine() | dict(zip(FIELDS[5:], values, strict=True))
 
 
@@ -59,8 +58,8 @@ def seconds(call: Callable[[], object], runs: int = 20) -> float:
 
 
 def rank() -> None:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
+    torch.cuda.set_device(dist.get_node_local_rank())
     torch.manual_seed(dist.get_rank())
     x = torch.randn(TOKENS, HIDDEN, device="cuda").bfloat16()
     routing = dispatch.route(

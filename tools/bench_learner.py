@@ -11,6 +11,7 @@ ratio of the mean throughputs. Writes learner.csv, updates.jsonl and learner.png
 import argparse
 import csv
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -66,6 +67,8 @@ FIELDS = (
 
 
 def main(argv: Sequence[str]) -> int:
+    # An exit, so that the process that trains is ended too and leaves the GPU.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     args = parse(argv)
     out = Path(args.out)
     chosen = [learner for learner in LEARNERS if not args.only or learner.name in args.only]

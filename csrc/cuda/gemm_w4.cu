@@ -18,18 +18,27 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 // The configuration that was fastest at the mean rows of a group.
-int choose_config(int64_t num_rows, int64_t num_groups, int64_t n) {
+int choose_config(int64_t num_rows, int64_t num_groups, int64_t n, int num_sms) {
+  if (num_groups == 1) {
+    const int dense = choose_dense_config(num_rows, static_cast<int>(n), num_sms);
+    if (dense >= 0) return kNumConfigs + dense;
+  }
   const int64_t mean = (num_rows + num_groups - 1) / num_groups;
   // Tiles of 256 features would leave SMs without one.
   if (num_groups * ((n + 255) / 256) * ((mean + 159) / 160) < 100) return mean <= 64 ? 0 : 1;
   return mean <= 44 ? 2 : mean <= 110 ? 3 : 4;
 }
 
-void check_gpu() {
-  int device, major, minor;
+int device_attribute(cudaDeviceAttr attribute) {
+  int device, value;
   C10_CUDA_CHECK(cudaGetDevice(&device));
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
+void check_gpu() {
+  const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
+  const int minor = device_attribute(cudaDevAttrComputeCapabilityMinor);
   TORCH_CHECK(major == 9 && minor == 0, "grouped_gemm_w4: this GPU has compute capability ", major,
               ".", minor, ", the kernel needs 9.0; use the generic kernels");
 }
@@ -130,8 +139,9 @@ Tensor grouped_gemm_w4(const Tensor& x_in, const OptionalTensor& x_scales_in,
   if (row_index_in) check_indices(*row_index_in, "row_index", x_in);
   TORCH_CHECK_VALUE(out_dtype == at::kBFloat16 || out_dtype == at::kFloat,
                     "grouped_gemm_w4: out_dtype is ", out_dtype, "; give bfloat16 or float32");
-  TORCH_CHECK_VALUE(config >= -1 && config < kNumConfigs, "grouped_gemm_w4: config=", config,
-                    "; give -1 to choose, or 0 to ", kNumConfigs - 1);
+  const int num_configs = kNumConfigs + (num_groups == 1 ? kNumDenseConfigs : 0);
+  TORCH_CHECK_VALUE(config >= -1 && config < num_configs, "grouped_gemm_w4: config=", config,
+                    " for ", num_groups, " groups; give -1 to choose, or 0 to ", num_configs - 1);
   const c10::cuda::CUDAGuard guard(x_in.device());
   check_gpu();
   const auto dense = [](const OptionalTensor& t) {
@@ -173,10 +183,16 @@ Tensor grouped_gemm_w4(const Tensor& x_in, const OptionalTensor& x_scales_in,
   args.one_group_scale = group_scale && group_scale->size(0) == 1;
   args.float_bias = bias && bias->scalar_type() == at::kFloat;
   args.float_out = out_dtype == at::kFloat;
-  const int chosen =
-      config >= 0 ? static_cast<int>(config) : choose_config(num_rows, num_groups, n);
-  const auto run = x.scalar_type() == at::kHalf ? gemm_w4_half : gemm_w4_bf16;
-  C10_CUDA_CHECK(run(args, chosen, stream));
+  const int chosen = config >= 0 ? static_cast<int>(config)
+                                 : choose_config(num_rows, num_groups, n,
+                                                 device_attribute(cudaDevAttrMultiProcessorCount));
+  const bool is_half = x.scalar_type() == at::kHalf;
+  if (chosen >= kNumConfigs) {
+    const auto run = is_half ? gemm_w4_dense_half : gemm_w4_dense_bf16;
+    C10_CUDA_CHECK(run(args, chosen - kNumConfigs, stream));
+  } else {
+    C10_CUDA_CHECK((is_half ? gemm_w4_half : gemm_w4_bf16)(args, chosen, stream));
+  }
   return out;
 }
 

@@ -35,9 +35,17 @@ struct GemmW4Args {
 // Tiles of features x tokens: 64 x 64, 192 x 64, 512 x 48, 256 x 96, 256 x 160. Each is right for
 // any rows, and gives the same bits.
 constexpr int kNumConfigs = 5;
+// And for one group alone, a CTA a tile: 64 x 16, 64 x 32, 64 x 64, 64 x 128, 192 x 64, and one of
+// 64 x 128 with one of 64 x 64.
+constexpr int kNumDenseConfigs = 6;
 
 cudaError_t gemm_w4_half(const GemmW4Args& args, int config, cudaStream_t stream);
 cudaError_t gemm_w4_bf16(const GemmW4Args& args, int config, cudaStream_t stream);
+
+cudaError_t gemm_w4_dense_half(const GemmW4Args& args, int config, cudaStream_t stream);
+cudaError_t gemm_w4_dense_bf16(const GemmW4Args& args, int config, cudaStream_t stream);
+// The configuration that was fastest, or -1 where its tiles are more than the GPU holds at a time.
+int choose_dense_config(int64_t num_rows, int n, int num_sms);
 
 // NVFP4 rows to q * s_b as FP16 (num_rows, k). With row_index, row i is row row_index[i] of codes,
 // and row_scale, if given, is gathered into out_scale.

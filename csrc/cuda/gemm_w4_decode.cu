@@ -6,33 +6,35 @@
 namespace megatron_nvfp4::cuda {
 namespace {
 
-constexpr int kWarps = 4;
+constexpr int kThreads = 128;
 
-// A warp a row; eight codes a lane, so that loads and stores of a warp are dense.
-__global__ void __launch_bounds__(kWarps * 32)
-    decode_activations_kernel(const uint32_t* codes, const uint8_t* scales, const void* row_index,
-                              bool long_index, int num_rows, int units, uint4* out,
+// A block of 16 a thread: at few rows the latency of one load is what it takes.
+__global__ void __launch_bounds__(kThreads)
+    decode_activations_kernel(const uint2* codes, const uint8_t* scales, const void* row_index,
+                              bool long_index, int64_t num_blocks, int row_blocks, uint4* out,
                               const float* row_scale, float* out_scale) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  // In this order: it starts beside the end of the kernel before, and the GEMM that may start now
+  // reads weights that a kernel before has written.
+  await_previous_kernel();
   allow_next_kernel();
-  const int row = blockIdx.x * kWarps + threadIdx.x / 32;
-  if (row >= num_rows) return;
-  int64_t source = row;
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (at >= num_blocks) return;
+  int64_t source = at;
   if (row_index) {
-    source = long_index ? __ldg(static_cast<const long long*>(row_index) + row)
-                        : __ldg(static_cast<const int*>(row_index) + row);
+    const int64_t row = at / row_blocks, block = at - row * row_blocks;
+    const int64_t from = long_index ? __ldg(static_cast<const long long*>(row_index) + row)
+                                    : __ldg(static_cast<const int*>(row_index) + row);
+    if (row_scale && block == 0) out_scale[row] = __ldg(row_scale + from);
+    source = from * row_blocks + block;
   }
-  if (row_scale && threadIdx.x % 32 == 0) out_scale[row] = __ldg(row_scale + source);
-  const uint32_t* row_codes = codes + source * units;
-  const uint8_t* row_scales = scales + source * (units / 2);
-  uint4* row_out = out + static_cast<int64_t>(row) * units;
-#pragma unroll 4
-  for (int i = threadIdx.x % 32; i < units; i += 32) {
-    const uint32_t scale = scales_to_half<0>(__ldg(row_scales + i / 2));
-    uint32_t values[4];
-    decode_activations<0>(__ldg(row_codes + i), scale, values);
-    row_out[i] = {values[0], values[1], values[2], values[3]};
-  }
+  const uint2 words = __ldg(codes + source);
+  const uint32_t scale = scales_to_half<0>(__ldg(scales + source));
+  uint32_t low[4], high[4];
+  decode_activations<0>(words.x, scale, low);
+  decode_activations<0>(words.y, scale, high);
+  out[2 * at] = {low[0], low[1], low[2], low[3]};
+  out[2 * at + 1] = {high[0], high[1], high[2], high[3]};
 #endif
 }
 
@@ -41,11 +43,19 @@ __global__ void __launch_bounds__(kWarps * 32)
 cudaError_t decode_activations(const uint8_t* codes, const uint8_t* scales, const void* row_index,
                                bool long_index, int64_t num_rows, int k, void* out,
                                const float* row_scale, float* out_scale, cudaStream_t stream) {
-  decode_activations_kernel<<<static_cast<unsigned>((num_rows + kWarps - 1) / kWarps), kWarps * 32,
-                              0, stream>>>(reinterpret_cast<const uint32_t*>(codes), scales,
-                                           row_index, long_index, static_cast<int>(num_rows), k / 8,
-                                           static_cast<uint4*>(out), row_scale, out_scale);
-  return cudaGetLastError();
+  const int64_t num_blocks = num_rows * (k / 16);
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>((num_blocks + kThreads - 1) / kThreads));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, decode_activations_kernel,
+                            reinterpret_cast<const uint2*>(codes), scales, row_index, long_index,
+                            num_blocks, k / 16, static_cast<uint4*>(out), row_scale, out_scale);
 }
 
 }  // namespace megatron_nvfp4::cuda

@@ -100,13 +100,10 @@ SM90_FN void pass_output(const Item& item, int group, int round) {
   }
 }
 
-// Scales, adds the bias, rounds, and leaves the output to the writing warps, or as FP32 stores it.
-// A warp works alone: 16 features of every token. What is rarely asked for stands apart: this code
-// runs once an item, from memory rather than from the instruction cache.
+// Products times scales, token i's in lane i % 32.
 template <class C, class T, int kCount>
-SM90_FN void store_item(const GemmW4Args& args, const Item& item, int round, float (&scale)[kCount],
-                        float (&d)[C::kTiles][C::kMaxTokens / 2]) {
-  const int lane = threadIdx.x % 32, warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
+SM90_FN void scale_products(float (&scale)[kCount], float (&d)[C::kTiles][C::kMaxTokens / 2]) {
+  const int lane = threadIdx.x % 32;
   constexpr float kLift = WeightDecoder<T>::kLift;
   // The factor that decoding left out goes into the scale, or, should that overflow, into d first.
   bool huge = false;
@@ -132,6 +129,16 @@ SM90_FN void store_item(const GemmW4Args& args, const Item& item, int round, flo
       v[2] = __fmul_rn(v[2], s);
     }
   }
+}
+
+// Scales, adds the bias, rounds, and leaves the output to the writing warps, or as FP32 stores it.
+// A warp works alone: 16 features of every token. What is rarely asked for stands apart: this code
+// runs once an item, from memory rather than from the instruction cache.
+template <class C, class T, int kCount>
+SM90_FN void store_item(const GemmW4Args& args, const Item& item, int round, float (&scale)[kCount],
+                        float (&d)[C::kTiles][C::kMaxTokens / 2]) {
+  const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
+  scale_products<C, T>(scale, d);
   const int first =
       (item.feature_tile * C::kChunks + warp / 4 * C::kTiles) * kChunk + warp % 4 * 16;
   if (args.bias) add_bias<C>(args, item.group, first, d);

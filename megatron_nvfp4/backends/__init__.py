@@ -4,6 +4,7 @@ A backend answers `why_not` before anything is launched: None, or one sentence t
 what to do. `select` takes the first of PREFERENCE that can, or raises with every answer.
 """
 
+import functools
 import importlib
 from collections.abc import Sequence
 from typing import Protocol
@@ -29,6 +30,7 @@ _MODULES = {name: f"megatron_nvfp4.backends.{name}" for name in (*PREFERENCE, "b
 _MODULES["torch"] = "megatron_nvfp4.backends.torch_gemm"
 _used: dict[tuple[str, str], set[str]] = {}
 _selected: dict[tuple, "Backend"] = {}
+_remembered: list = []
 SHAPE_PERIOD = 128
 
 
@@ -132,7 +134,7 @@ class Backend(Protocol):
         b: Operand,
         offsets: Tensor,
         *,
-        out: Sequence[Tensor],
+        out: Matrices,
         accumulate: bool,
     ) -> None:
         """out[g] (N, K) = or += a[:, g] times b[:, g] transposed; a (N, M), b (K, M), offsets cut M.
@@ -179,9 +181,20 @@ def select(
     return found
 
 
+def remembered(function):
+    """A function of hashable arguments that is asked once for each; `forget_selected` asks anew.
+
+    For conclusions from `select` that are needed on every call of a layer.
+    """
+    _remembered.append(found := functools.cache(function))
+    return found
+
+
 def forget_selected() -> None:
     """Ask every backend anew, after a change of what they can do."""
     _selected.clear()
+    for function in _remembered:
+        function.cache_clear()
 
 
 def find(

@@ -30,7 +30,6 @@ NUMERICS_CHECKS = (
     "hardware E2M1",
     "encoding scale",
 )
-_METRICS = (None, "mae", "mse")
 
 
 class CudaBackend:
@@ -189,7 +188,7 @@ def quantize_nvfp4_out(
         spec.block[0],
         spec.outer == "token",
         spec.e4m3_max,
-        _METRICS.index(spec.four_over_six),
+        ops.METRICS.index(spec.four_over_six),
         spec.error == "fast",
         given_amax,
         swizzled,

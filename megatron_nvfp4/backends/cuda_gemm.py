@@ -15,10 +15,13 @@ from torch import Tensor
 from megatron_nvfp4.quant import MXFP8Tensor, QuantizedTensor
 from megatron_nvfp4.recipes import BF16, FORWARD, FloatSpec, Format
 
-from . import Matrices, Operand, extension, ops
+from . import Backend, Matrices, Operand, extension, ops
 from .gemm_arguments import GEMM_DTYPES, aligned, group_scale, outer_scales, written
 from .packed import PackedWeights, reverse_groups
 from .reference import as_matrices
+
+# Of every kernel here.
+MAX_GROUPS = 1024
 
 
 def fault(
@@ -110,6 +113,41 @@ def grouped_gemm(
     return y.to(out_dtype)
 
 
+def runs_wgmma(backend: Backend, device: torch.device) -> bool:
+    """Whether `backend` computes by the operators of compute capability 9.0."""
+    return backend.name == "cuda" and _is_hopper(device)
+
+
+def row_offsets(x: Tensor, splits: Sequence[int]) -> Tensor:
+    """quant.offsets_from_splits of up to MAX_GROUPS splits of the host, on x's GPU, by one launch."""
+    return _ops().row_offsets(x, splits)
+
+
+def grouped_linear(
+    x: Tensor, spec: Format, weights: PackedWeights | Matrices, offsets: Tensor
+) -> Tensor:
+    """grouped_gemm of x BF16 (M, K), for packed weights quantised per token to `spec`, in one operator.
+
+    Returns BF16 (M, N).
+    """
+    x = aligned(x)
+    if not isinstance(weights, PackedWeights):
+        matrices = [weights] if isinstance(weights, Tensor) else [aligned(m) for m in weights]
+        return _ops().grouped_gemm_bf16(
+            x, matrices, False, offsets, None, None, None, None, torch.bfloat16
+        )
+    return _ops().grouped_linear_w4(
+        x,
+        weights.packed,
+        offsets,
+        weights.num_rows,
+        weights.outer_scale,
+        spec.e4m3_max,
+        ops.METRICS.index(spec.four_over_six),
+        spec.error == "fast",
+    )
+
+
 def _generic_gemm(a, b, offsets, scales, bias, dtype, transposed: bool) -> Tensor:
     num_groups = offsets.numel() - 1
     x, x_scales = _packed_or_decoded(a)
@@ -126,16 +164,19 @@ def _generic_gemm(a, b, offsets, scales, bias, dtype, transposed: bool) -> Tenso
     )
 
 
-def grouped_wgrad(
-    a: Operand, b: Operand, offsets: Tensor, out: Sequence[Tensor], accumulate: bool
-) -> None:
+def grouped_wgrad(a: Operand, b: Operand, offsets: Tensor, out: Matrices, accumulate: bool) -> None:
     """Backend.grouped_wgrad."""
     scale = group_scale(a, b)
     # Quantised operands lie along the tokens, in groups of whole blocks; others as gradients and
     # activations do, whatever their strides: groups of any size are read right only by rows.
     token_major = not (_is_quantized(a) and _is_quantized(b))
     a, b = (aligned(decode(t).t() if token_major else decode(t)) for t in (a, b))
-    kernel = _ops().grouped_wgrad_bf16 if _is_hopper(a.device) else _ops().grouped_wgrad_generic
+    is_hopper = _is_hopper(a.device)
+    is_block = isinstance(out, Tensor) and out.dtype in GEMM_DTYPES and aligned(out) is out
+    if is_block and not accumulate:
+        _ops().grouped_wgrad_block(a, b, token_major, offsets, scale, not is_hopper, out=out)
+        return
+    kernel = _ops().grouped_wgrad_bf16 if is_hopper else _ops().grouped_wgrad_generic
     with written(out) as targets:
         kernel(a, b, token_major, offsets, scale, accumulate, out=targets)
 
@@ -190,6 +231,9 @@ def _ops():
         "grouped_gemm_generic": _fake_grouped_gemm_generic,
         "grouped_wgrad_bf16": lambda *args, **kwargs: None,
         "grouped_wgrad_generic": lambda *args, **kwargs: None,
+        "row_offsets": lambda x, splits: x.new_empty(len(splits) + 1, dtype=torch.int64),
+        "grouped_linear_w4": _fake_grouped_linear_w4,
+        "grouped_wgrad_block": lambda *args, **kwargs: None,
         "round_mxfp8_columns": lambda x: x.new_empty(x.shape, dtype=torch.bfloat16),
     }
     for name, fake in fakes.items():
@@ -214,6 +258,10 @@ def _fake_grouped_gemm_w4(
 ):
     num_rows = x.shape[0] if row_index is None else row_index.shape[0]
     return x.new_empty(num_rows, num_cols, dtype=out_dtype)
+
+
+def _fake_grouped_linear_w4(x, packed, offsets, num_cols, *_):
+    return x.new_empty(x.shape[0], num_cols)
 
 
 def _fake_grouped_gemm_bf16(

@@ -22,6 +22,12 @@ def load() -> None:
         raise RuntimeError(f"megatron_nvfp4._C: {reason}")
 
 
+@functools.cache
+def functions():
+    """The module `_C` itself, for functions that take Python objects and so are no operators, or None."""
+    return None if why_not_cpu() else importlib.import_module("megatron_nvfp4._C")
+
+
 def why_not_cpu(verbose: bool = False) -> str | None:
     """Why the C++ kernels cannot run here, or None; loads the extension to find out.
 

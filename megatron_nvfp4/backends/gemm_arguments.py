@@ -65,8 +65,9 @@ def aligned(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def written(out: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def written(out: Matrices) -> Iterator[Sequence[Tensor]]:
     """The targets where a kernel can write them, else FP32 stand-ins that are copied back afterwards."""
+    out = out.unbind() if isinstance(out, Tensor) else out
     are_alike = len({t.dtype for t in out}) == 1 and out[0].dtype in GEMM_DTYPES
     targets = [aligned(t if are_alike else t.float()) for t in out]
     yield targets

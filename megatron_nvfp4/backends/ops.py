@@ -14,7 +14,7 @@ from megatron_nvfp4.recipes import MXFP8, FloatSpec, Format, NVFP4Spec
 
 from . import Operand, extension
 
-_METRICS = (None, "mae", "mse")
+METRICS = (None, "mae", "mse")
 
 
 def quantize(x: Tensor, spec: Format, *, amax=None, offsets=None, **options) -> Operand:
@@ -89,7 +89,7 @@ def quantize_nvfp4(
         spec.block[0],
         spec.outer == "token",
         spec.e4m3_max,
-        _METRICS.index(spec.four_over_six),
+        METRICS.index(spec.four_over_six),
         spec.error == "fast",
     )
     return QuantizedTensor(codes, block_scales, amax_used, spec, offsets)

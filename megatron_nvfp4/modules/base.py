@@ -1,6 +1,7 @@
 """What the three linear modules share: parameters by TE's names, extra state, the numerics of a layer."""
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -9,12 +10,13 @@ from torch import Tensor
 
 from megatron_nvfp4.backends import Matrices, Operand
 
-from .autograd import GroupedMatmul
+from .autograd import grouped_matmul
 from .matmul import MatmulSetup, quantize_weights
 from .params import QLinearParams, get_qlinear_params, require_backend, shape_faults
 
 logger = logging.getLogger(__name__)
 EXTRA_STATE = "_extra_state"
+_VERSION = operator.attrgetter("_version")
 
 
 class ExtraStateModule(torch.nn.Module):
@@ -130,7 +132,8 @@ class QLinearBase(ExtraStateModule):
             self._weight_cache = None
         if is_first_microbatch is None or not torch.is_grad_enabled():
             return quantize_weights(weights, setup)
-        key = (setup.params, setup.dtype, *((id(w), w.data_ptr(), w._version) for w in weights))
+        ids, addresses = tuple(map(id, weights)), tuple(map(Tensor.data_ptr, weights))
+        key = (setup.params, setup.dtype, ids, addresses, tuple(map(_VERSION, weights)))
         if is_first_microbatch or self._weight_cache is None or self._weight_cache[0] != key:
             self._weight_cache = (key, quantize_weights(weights, setup))
         return self._weight_cache[1]
@@ -144,9 +147,9 @@ class QLinearBase(ExtraStateModule):
         setup: MatmulSetup,
         is_first_microbatch: bool | None,
     ) -> Tensor:
-        """x (M, K) by groups times the weights; see GroupedMatmul."""
+        """x (M, K) by groups times the weights; see grouped_matmul."""
         operand = self.quantized_weights(weights, setup, is_first_microbatch)
-        return GroupedMatmul.apply(x, offsets, bias, operand, setup, *weights)
+        return grouped_matmul(x, offsets, bias, operand, setup, weights)
 
     def activation_dtype(self, x: Tensor) -> torch.dtype:
         """Autocast's dtype inside autocast, else the input's; ValueError for integers."""

@@ -1,21 +1,16 @@
 """One of the experts' two products in one call: what the dataflow needs of a GroupedLinear."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron_nvfp4.backends import Matrices, Operand
-from megatron_nvfp4.recipes import FORWARD, NVFP4Spec, Recipe
+from megatron_nvfp4.recipes import FORWARD, Recipe
 
 from .grouped_linear import GroupedLinear
-from .matmul import MatmulSetup, input_gradient, quantize_weights
-
-
-def is_quantized_once(recipe: Recipe) -> bool:
-    """Whether FC1's left operand depends on the token alone, so that packed rows can be gathered and sent."""
-    spec = recipe.fprop.left
-    return isinstance(spec, NVFP4Spec) and spec.outer == "token" and spec.rounding == "nearest"
+from .matmul import MatmulSetup, input_gradient, is_quantized_once, leaves, quantize_weights
 
 
 def keeps_packed(recipe: Recipe) -> bool:
@@ -45,15 +40,16 @@ class ExpertMatmul:
                 f"{linear.layer_name}: bias={linear.use_bias}, sharded={linear.amax_group is not None}; the "
                 "expert dataflow takes whole weights without bias, call the layer by itself"
             )
+        weights = linear.weights
         setup = MatmulSetup(
             params=linear.qlinear_params,
             name=linear.layer_name,
             dtype=linear.activation_dtype(x),
             fuse_wgrad=linear.fuse_wgrad_accumulation,
+            hides_wgrad=linear.hides_wgrad(weights),
             seed=linear.rounding_seed(x.device),
             keep_for_backward=torch.is_grad_enabled(),
         )
-        weights = linear.weights
         return cls(setup, linear.quantized_weights(weights, setup, is_first_microbatch), weights)
 
     @property
@@ -63,6 +59,11 @@ class ExpertMatmul:
     @property
     def trains(self) -> bool:
         return self.setup.keep_for_backward and any(w.requires_grad for w in self.weights)
+
+    @property
+    def leaves(self) -> Sequence[Tensor]:
+        """The weights that autograd is told of."""
+        return leaves(self.weights, self.setup)
 
     def with_operand(self) -> "ExpertMatmul":
         """The same with the forward operand made anew where it was not kept."""

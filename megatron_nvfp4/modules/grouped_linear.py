@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_nvfp4.backends import cuda_gemm, dispatch
 from megatron_nvfp4.quant import offsets_from_splits
 
 from .base import (
@@ -17,7 +18,7 @@ from .base import (
     new_parameter,
     refuse,
 )
-from .matmul import MatmulSetup
+from .matmul import MatmulSetup, hides_gradients
 from .params import QLinearParams
 
 
@@ -100,15 +101,18 @@ class GroupedLinear(QLinearBase):
                 zeros = new_parameter(empty, torch.nn.init.zeros_)
                 mark_partition(zeros, parallel_mode, is_bias=True)
                 self.register_parameter(f"bias{index}", zeros)
+        self._get_weights = operator.itemgetter(*(f"weight{index}" for index in range(num_gemms)))
         self.register_load_state_dict_pre_hook(_unstack_parameters)
         self.set_qlinear_params(qlinear_params)
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
         """The experts' weights in order."""
-        own = self._parameters  # torch's attribute lookup is slow for many experts
-        names = (f"weight{index}" for index in range(self.num_gemms))
-        return tuple(own[name] if name in own else getattr(self, name) for name in names)
+        try:
+            found = self._get_weights(self._parameters)  # torch's attribute lookup is slow for many
+        except KeyError:  # a parametrised weight is an attribute, no parameter
+            return tuple(getattr(self, f"weight{index}") for index in range(self.num_gemms))
+        return found if self.num_gemms > 1 else (found,)
 
     @property
     def biases(self) -> tuple[Tensor, ...]:
@@ -127,29 +131,51 @@ class GroupedLinear(QLinearBase):
 
         Returns (y, biases) without adding them when return_bias.
         """
-        rows = inp.reshape(-1, inp.shape[-1])
-        self._check_rows(rows, m_splits)
+        # A view of the same shape would be one more node for autograd.
+        rows = inp if inp.dim() == 2 else inp.reshape(-1, inp.shape[-1])
+        splits = self._splits(rows, m_splits)
         x = rows.to(self.activation_dtype(inp))
-        offsets = offsets_from_splits(m_splits, x.device)
+        is_launched = splits is not None and x.is_cuda and dispatch.kernels_of(x.device) == "cuda"
+        offsets = (
+            cuda_gemm.row_offsets(x, splits)
+            if is_launched and len(splits) <= cuda_gemm.MAX_GROUPS
+            else offsets_from_splits(m_splits, x.device)
+        )
+        weights = self.weights
         setup = MatmulSetup(
             params=self.qlinear_params,
             name=self.layer_name,
             dtype=x.dtype,
             input_amax_group=self.amax_group if self.parallel_mode == "row" else None,
             weight_amax_group=self.amax_group,
-            splits=_host_splits(m_splits),
+            splits=splits,
             fuse_wgrad=self.fuse_wgrad_accumulation,
+            hides_wgrad=self.hides_wgrad(weights),
             seed=self.rounding_seed(x.device),
             # Inside the function's forward the gradient mode is always off.
             keep_for_backward=torch.is_grad_enabled(),
         )
         fused_bias = self.use_bias and not self.return_bias
         bias = torch.stack(self.biases).to(x.dtype) if fused_bias else None
-        y = self.matmul(x, offsets, self.weights, bias, setup, is_first_microbatch)
-        y = y.reshape(*inp.shape[:-1], self.out_features)
+        y = self.matmul(x, offsets, weights, bias, setup, is_first_microbatch)
+        y = y if inp.dim() == 2 else y.reshape(*inp.shape[:-1], self.out_features)
         return (y, list(self.biases)) if self.return_bias else y
 
-    def _check_rows(self, rows: Tensor, m_splits: Sequence[int] | Tensor) -> None:
+    def hides_wgrad(self, weights: tuple[Tensor, ...]) -> bool:
+        """MatmulSetup.hides_wgrad of a call with these weights."""
+        return (
+            self.fuse_wgrad_accumulation
+            and torch.is_grad_enabled()
+            and not self.gradients_are_awaited()
+            and hides_gradients(weights)
+        )
+
+    def gradients_are_awaited(self) -> bool:
+        """Whether somebody hooks onto the accumulation of the weights' gradients, which cannot be seen."""
+        return True
+
+    def _splits(self, rows: Tensor, m_splits: Sequence[int] | Tensor) -> tuple[int, ...] | None:
+        """Rows of every expert where the host knows them, checked."""
         if rows.shape[1] != self.in_features:
             raise ValueError(
                 f"{self.layer_name}: input has {rows.shape[1]} features, the weights {self.in_features}"
@@ -159,17 +185,20 @@ class GroupedLinear(QLinearBase):
                 f"{self.layer_name}: {len(m_splits)} m_splits for {self.num_gemms} experts"
             )
         if isinstance(m_splits, Tensor) and m_splits.device.type != "cpu":
-            return  # device-side splits are trusted: reading them would synchronise
+            return None  # device-side splits are trusted: reading them would synchronise
+        sizes = m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits
         try:
-            splits = [operator.index(size) for size in m_splits]
+            splits = tuple(map(operator.index, sizes))
         except TypeError as error:
             raise ValueError(
                 f"{self.layer_name}: m_splits={m_splits} are not whole numbers of rows"
             ) from error
         if min(splits) < 0 or sum(splits) != rows.shape[0]:
             raise ValueError(
-                f"{self.layer_name}: m_splits={splits} do not sum to the {rows.shape[0]} rows of the input"
+                f"{self.layer_name}: m_splits={list(splits)} do not sum to the {rows.shape[0]} rows of the "
+                "input"
             )
+        return splits
 
     def backward_dw(self) -> None:
         """TE's hook for delayed weight gradients, which are refused here: nothing is left to do."""
@@ -180,13 +209,6 @@ class GroupedLinear(QLinearBase):
             f"num_gemms={self.num_gemms}, in_features={self.in_features}, "
             f"out_features={self.out_features}, bias={self.use_bias}, recipe={recipe}"
         )
-
-
-def _host_splits(m_splits: Sequence[int] | Tensor) -> tuple[int, ...] | None:
-    """The splits where the host knows them; asking a GPU would synchronise."""
-    if isinstance(m_splits, Tensor):
-        return tuple(m_splits.tolist()) if m_splits.device.type == "cpu" else None
-    return tuple(m_splits)
 
 
 def _unstack_parameters(module: GroupedLinear, state_dict, prefix, *_) -> None:

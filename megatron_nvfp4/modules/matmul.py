@@ -4,6 +4,7 @@ A dense layer is a grouped one with a single group. Nothing is decided here: the
 `backends.select` finds who computes, and the module says which groups share an amax.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,16 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_nvfp4 import backends
-from megatron_nvfp4.backends import Matrices, Operand
+from megatron_nvfp4.backends import Matrices, Operand, extension
 from megatron_nvfp4.quant import count_nonfinite, pad_groups
 from megatron_nvfp4.quant.layout import dense_offsets
 from megatron_nvfp4.quant.nvfp4 import group_amax, row_amax, tensor_amax
-from megatron_nvfp4.recipes import BF16, FORWARD, MXFP8, FloatSpec, Format, NVFP4Spec
+from megatron_nvfp4.recipes import BF16, FORWARD, MXFP8, FloatSpec, Format, NVFP4Spec, Recipe
 
 from .params import QLinearParams
 
 # What an operand is to its layer, as the `offset` of its random bits: no two of a call are the same.
 FPROP_LEFT, FPROP_RIGHT, DGRAD_LEFT, DGRAD_RIGHT, WGRAD_LEFT, WGRAD_RIGHT = range(6)
+
+
+_VERSION = operator.attrgetter("_version")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +36,7 @@ class MatmulSetup:
     weight_amax_group: ranks that hold shards of the weight.
     splits: rows of every group, where the host knows them.
     fuse_wgrad: add the weight gradient to `weight.main_grad` and return none.
+    hides_wgrad: with it, autograd knows the first weight alone (see hides_gradients).
     seed: key of the call's stochastic rounding, which has been drawn in the forward.
     keep_for_backward: False in a gradient-free pass, which then quantises nothing for wgrad.
     """
@@ -43,8 +48,15 @@ class MatmulSetup:
     weight_amax_group: dist.ProcessGroup | None = None
     splits: tuple[int, ...] | None = None
     fuse_wgrad: bool = False
+    hides_wgrad: bool = False
     seed: int | None = None
     keep_for_backward: bool = True
+
+
+def is_quantized_once(recipe: Recipe) -> bool:
+    """Whether fprop's left operand depends on the token alone, so that packed rows can be gathered."""
+    spec = recipe.fprop.left
+    return isinstance(spec, NVFP4Spec) and spec.outer == "token" and spec.rounding == "nearest"
 
 
 def quantize_weights(weights: Sequence[Tensor], setup: MatmulSetup) -> Operand | Matrices:
@@ -54,17 +66,22 @@ def quantize_weights(weights: Sequence[Tensor], setup: MatmulSetup) -> Operand |
         return _matrices(weights, setup.dtype)
     (stacked, is_reversed), num_groups = stack_rows(weights), len(weights)
     num_rows = weights[0].shape[0]
-    offsets = torch.arange(num_groups + 1, device=stacked.device) * num_rows
+    offsets = _equal_groups(num_groups, num_rows, stacked.device)
     # An amax per row has shards only where the contraction is split.
     is_per_row = _is_per_row(operands.right)
     group = setup.input_amax_group if is_per_row else setup.weight_amax_group
     operand = quantize_operand(
         stacked, operands.right, FPROP_RIGHT, setup, offsets=offsets, amax_group=group
     )
-    op, formats = _gemm_op(num_groups), (operands.left, operands.right)
+    op, formats = gemm_op(num_groups), (operands.left, operands.right)
     shape = (0, num_rows, stacked.shape[1])  # of any number of rows
     backend = gemm_backend(op, formats, shape, stacked.device, setup)
     return backend.pack_weights(operand, num_groups, is_reversed=is_reversed)
+
+
+def _equal_groups(num_groups: int, num_rows: int, device: torch.device) -> Tensor:
+    """Boundaries (G+1,) of groups of num_rows each, by one launch."""
+    return torch.arange(0, num_groups * num_rows + 1, num_rows, device=device)
 
 
 def stack_rows(weights: Sequence[Tensor]) -> tuple[Tensor, bool]:
@@ -73,36 +90,24 @@ def stack_rows(weights: Sequence[Tensor]) -> tuple[Tensor, bool]:
     A view where they follow each other in memory, forwards or, as Megatron's distributed optimizer lays
     parameters out, backwards; else a copy in order.
     """
-    num_rows, num_cols = weights[0].shape
-    for is_reversed in (False, True):
-        ordered = weights[::-1] if is_reversed else weights
-        if _follow_each_other(ordered):
-            size = (len(weights) * num_rows, num_cols)
-            return ordered[0].detach().as_strided(size, (num_cols, 1)), is_reversed
-    return torch.cat([weight.detach() for weight in weights]), False
-
-
-def _follow_each_other(weights: Sequence[Tensor]) -> bool:
-    first, addresses = weights[0], [weight.data_ptr() for weight in weights]
-    num_bytes = first.numel() * first.element_size()
-    end = addresses[0] + num_bytes * len(weights)
-    storage = first.untyped_storage()
-    return (
-        addresses == list(range(addresses[0], end, num_bytes))
-        and end <= storage.data_ptr() + storage.nbytes()
-        and all(
-            weight.is_contiguous() and weight.dtype == first.dtype and weight.shape == first.shape
-            for weight in weights
-        )
-    )
+    block, is_reversed = _weight_block(weights)
+    if block is None:
+        return torch.cat([weight.detach() for weight in weights]), False
+    return block.flatten(0, 1), is_reversed
 
 
 def _matrices(weights: Sequence[Tensor], dtype: torch.dtype) -> Matrices:
     """Unquantised weights as a GEMM takes them: one (G, N, K) where they lie so, else each by itself."""
-    if weights[0].dtype == dtype and _follow_each_other(weights):
-        shape = (len(weights), *weights[0].shape)
-        return weights[0].detach().as_strided(shape, (weights[0].numel(), shape[2], 1))
+    block, is_reversed = _weight_block(weights)
+    if block is not None and block.dtype == dtype:
+        return block.unbind()[::-1] if is_reversed else block
     return tuple(weight.detach().to(dtype) for weight in weights)
+
+
+def _weight_block(weights: Sequence[Tensor]) -> tuple[Tensor | None, bool]:
+    """One (G, N, K) in the weights' memory and whether it begins with the last, or None."""
+    functions = extension.functions()
+    return functions.weight_block(weights) if functions else (None, False)
 
 
 def check_finite(x: Tensor, setup: MatmulSetup) -> None:
@@ -124,7 +129,7 @@ def versions_read(weights: Sequence[Tensor], setup: MatmulSetup) -> list[int]:
     """
     recipe = setup.params.recipe
     reads_weights = recipe.fprop.right == BF16 or recipe.dgrad.right != FORWARD
-    return [weight._version for weight in weights] if reads_weights else []
+    return list(map(_VERSION, weights)) if reads_weights else []
 
 
 def check_versions(weights: Sequence[Tensor], setup: MatmulSetup, versions: list[int]) -> None:
@@ -211,11 +216,12 @@ def multiply(
     """Row group g of a times b_g, plus bias (G, N): (M, N) in out_dtype, else the layer's."""
     out_dtype = out_dtype or setup.dtype
     num_groups = offsets.numel() - 1
-    op = _gemm_op(num_groups)
-    if isinstance(b, Sequence) or len(b.shape) == 3:
-        num_cols = b[0].shape[1 if transposed else 0]
+    op = gemm_op(num_groups)
+    shape = b[0].shape if isinstance(b, tuple) else b.shape
+    if isinstance(b, tuple) or len(shape) == 3:
+        num_cols = shape[-1 if transposed else -2]
     else:
-        num_cols = b.shape[0] // num_groups
+        num_cols = shape[0] // num_groups
     backend = gemm_backend(op, formats, (*a.shape[:1], num_cols, a.shape[1]), a.device, setup)
     if num_groups == 1:
         bias = None if bias is None else bias[0]
@@ -225,15 +231,26 @@ def multiply(
     )
 
 
-def _gemm_op(num_groups: int) -> str:
+def gemm_op(num_groups: int) -> str:
     return "gemm" if num_groups == 1 else "grouped_gemm"
 
 
 def gemm_backend(op, formats, shape, device, setup: MatmulSetup):
+    return select_gemm(op, formats, shape, device, setup.params, setup.dtype)
+
+
+def select_gemm(
+    op: str,
+    formats: Sequence[Format],
+    shape: Sequence[int] | None,
+    device: torch.device,
+    params: QLinearParams,
+    dtype: torch.dtype,
+) -> backends.Backend:
+    """Who multiplies operands of these formats in a layer of these numerics; shape as Backend.why_not."""
     formats = tuple(BF16 if spec == FORWARD else spec for spec in formats)
-    unquantized = formats == (BF16, BF16)
-    name = setup.params.gemm_backend if unquantized else setup.params.backend
-    return backends.select(op, formats, shape=shape, device=device, dtype=setup.dtype, backend=name)
+    name = params.gemm_backend if formats == (BF16, BF16) else params.backend
+    return backends.select(op, formats, shape=shape, device=device, dtype=dtype, backend=name)
 
 
 def bias_gradient(grad_output: Tensor, offsets: Tensor, setup: MatmulSetup) -> Tensor:
@@ -286,7 +303,7 @@ def _dgrad_weight(
     """
     spec, (num_rows, num_cols) = setup.params.recipe.dgrad.right, weights[0].shape
     num_groups = len(weights)
-    op, left = _gemm_op(num_groups), setup.params.recipe.dgrad.left
+    op, left = gemm_op(num_groups), setup.params.recipe.dgrad.left
     if spec == BF16:
         return _matrices(weights, setup.dtype), True
     if spec == FORWARD:
@@ -301,7 +318,7 @@ def _dgrad_weight(
     transposed = stacked.transpose(1, 2)
     transposed = transposed.flip(0) if is_reversed else transposed
     transposed = transposed.reshape(num_groups * num_cols, num_rows)
-    offsets = torch.arange(num_groups + 1, device=transposed.device) * num_cols
+    offsets = _equal_groups(num_groups, num_cols, transposed.device)
     group = setup.weight_amax_group
     operand = quantize_operand(
         transposed, spec, DGRAD_RIGHT, setup, offsets=offsets, amax_group=group
@@ -315,8 +332,10 @@ def weight_gradient(
     offsets: Tensor,
     weights: Sequence[Tensor],
     setup: MatmulSetup,
-) -> list[Tensor | None]:
-    """Gradients of G weights (N, K); with setup.fuse_wgrad those that train get them in main_grad instead."""
+) -> Matrices | list[Tensor | None]:
+    """Gradients of the `leaves` of G weights (N, K); with setup.fuse_wgrad those that train get them in
+    main_grad instead.
+    """
     recipe = setup.params.recipe
     left, right = grad_output.t(), saved_x
     if recipe.wgrad.left not in (BF16, FORWARD):
@@ -329,19 +348,51 @@ def weight_gradient(
     formats = (recipe.wgrad.left, recipe.wgrad.right)
     shape = (left.shape[0], right.shape[0], left.shape[1])
     backend = gemm_backend("grouped_wgrad", formats, shape, grad_output.device, setup)
+    if setup.fuse_wgrad and (out := main_grads(weights)):
+        backend.grouped_wgrad(left, right, offsets, out=out, accumulate=True)
+        return mark_accumulated(weights, setup)
+    if setup.hides_wgrad:
+        raise RuntimeError(
+            f"{setup.name}: the weights had a main_grad each in the forward and have not in the backward; "
+            "take it away between steps only"
+        )
+    grads = weights[0].new_empty(len(weights), *weights[0].shape)
+    backend.grouped_wgrad(left, right, offsets, out=grads, accumulate=False)
+    return grads
+
+
+def main_grads(weights: Sequence[Tensor]) -> list[Tensor] | None:
+    """Where to add the gradients, None unless every weight that trains has its own main_grad."""
     training = [weight for weight in weights if weight.requires_grad]
     # A weight that stands for several experts has a sum of gradients, which autograd makes.
     is_tied = len(set(map(id, weights))) < len(weights)
-    if setup.fuse_wgrad and not is_tied and all(hasattr(w, "main_grad") for w in training):
-        unread = None
-        if len(training) < len(weights):
-            unread = torch.empty_like(training[0].main_grad)
-        out = [weight.main_grad if weight.requires_grad else unread for weight in weights]
-        backend.grouped_wgrad(left, right, offsets, out=out, accumulate=True)
-        return _mark_accumulated(weights)
-    grads = weights[0].new_empty(len(weights), *weights[0].shape).unbind()
-    backend.grouped_wgrad(left, right, offsets, out=grads, accumulate=False)
-    return grads
+    if is_tied or not all(hasattr(weight, "main_grad") for weight in training):
+        return None
+    if len(training) == len(weights):
+        return [weight.main_grad for weight in weights]
+    unread = torch.empty_like(training[0].main_grad)
+    return [weight.main_grad if weight.requires_grad else unread for weight in weights]
+
+
+def hides_gradients(weights: Sequence[Tensor]) -> bool:
+    """Whether the gradients of these weights need not pass through autograd, where nothing but hooks of
+    torch's could wait for them: all of them go to main_grad, under Megatron's flag.
+
+    A leaf costs autograd some 10 us of host time a backward, which is most of what many small experts cost.
+    """
+    return len(set(map(id, weights))) == len(weights) and all(
+        weight.requires_grad
+        and hasattr(weight, "main_grad")
+        and hasattr(weight, "grad_added_to_main_grad")
+        and not weight._backward_hooks
+        and not weight._post_accumulate_grad_hooks
+        for weight in weights
+    )
+
+
+def leaves(weights: Sequence[Tensor], setup: MatmulSetup) -> Sequence[Tensor]:
+    """The weights that autograd is told of."""
+    return weights[:1] if setup.hides_wgrad else weights
 
 
 def accumulate_weight_gradient(grad_output: Tensor, x: Tensor, main_grad: Tensor) -> None:
@@ -359,26 +410,25 @@ def accumulate_weight_gradient(grad_output: Tensor, x: Tensor, main_grad: Tensor
     backend.grouped_wgrad(grad_output.t(), x.t(), offsets, out=[main_grad], accumulate=True)
 
 
-def _mark_accumulated(weights: Sequence[Tensor]) -> list[Tensor | None]:
-    """Megatron's contract (distributed_data_parallel.py): flag the parameter, hand back a dummy gradient."""
-    grads: list[Tensor | None] = [None] * len(weights)
-    flagged = [
-        index
-        for index, weight in enumerate(weights)
-        if weight.requires_grad and hasattr(weight, "grad_added_to_main_grad")
-    ]
+def mark_accumulated(
+    weights: Sequence[Tensor], setup: MatmulSetup
+) -> Matrices | list[Tensor | None]:
+    """Megatron's contract (distributed_data_parallel.py): flag all, hand the leaves dummy gradients."""
+    flagged = [w for w in weights if w.requires_grad and hasattr(w, "grad_added_to_main_grad")]
     if not flagged:
-        return grads
+        return [None] * len(weights)
+    is_read = False
+    for weight in flagged:
+        weight.grad_added_to_main_grad = True
+        is_read = is_read or getattr(weight, "zero_out_wgrad", False)
     # All dummies are the same memory, as nobody writes to them.
     first = weights[0]
-    is_read = any(getattr(weights[index], "zero_out_wgrad", False) for index in flagged)
     memory = first.new_zeros(first.shape) if is_read else first.new_empty(first.shape)
-    for index, dummy in zip(
-        flagged, memory.expand(len(flagged), *first.shape).unbind(), strict=True
-    ):
-        weights[index].grad_added_to_main_grad = True
-        grads[index] = dummy
-    return grads
+    dummies = memory.expand(len(leaves(weights, setup)), *first.shape)
+    if len(flagged) == sum(weight.requires_grad for weight in weights):
+        return dummies
+    ours = set(map(id, flagged))
+    return [d if id(w) in ours else None for w, d in zip(weights, dummies, strict=True)]
 
 
 def decode_operand(

@@ -15,13 +15,21 @@ the same operands in the same order. Against Megatron's own code around the GEMM
 On a GPU stochastic rounding draws by position in matrices whose padding differs from GroupedLinear's.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_nvfp4.backends import Matrices, Operand, PackedWeights, cuda_gemm, dispatch
+from megatron_nvfp4.backends import (
+    Matrices,
+    Operand,
+    PackedWeights,
+    cuda_gemm,
+    dispatch,
+    extension,
+)
 from megatron_nvfp4.quant import QuantizedTensor
 from megatron_nvfp4.quant.nvfp4 import group_amax
 from megatron_nvfp4.quant.swiglu import KINDS
@@ -32,6 +40,7 @@ from .expert_matmul import ExpertMatmul, is_quantized_once, keeps_packed
 from .matmul import (
     FPROP_LEFT,
     WGRAD_RIGHT,
+    MatmulSetup,
     check_finite,
     check_versions,
     decode_operand,
@@ -42,7 +51,7 @@ from .matmul import (
     versions_read,
     weight_gradient,
 )
-from .moe_exchange import ExpertExchange
+from .moe_exchange import ExpertExchange, RowTrip
 from .moe_rows import RowPlan
 
 ROUTER_WEIGHTS = ("before_fc2", "after_fc2")
@@ -90,8 +99,57 @@ class ExpertDataflow:
         _check(x, chosen, probs, fc1, fc2)
         plan = RowPlan.make(chosen, len(fc1.weights), top_k, exchange)
         x = x.to(fc1.setup.dtype).contiguous()
-        weights = (*fc1.weights, *fc2.weights)
-        return _Experts.apply(x, probs, plan, self, fc1, fc2, *weights)
+        leaves = (*fc1.leaves, *fc2.leaves)
+        functions = None if torch.compiler.is_compiling() else extension.functions()
+        if functions is None:
+            return _Experts.apply(x, probs, plan, self, fc1, fc2, *leaves)
+        with torch.no_grad():
+            out, saved, rest = _forward(x, probs, plan, self, fc1, fc2)
+        if fc1.setup.keep_for_backward:
+            launches = (False, False, False)  # our kernels stand between the products
+            calls = (_backward,)
+            functions.record_product(
+                "ExpertDataflow", out, x, probs, leaves, len(leaves), saved, *launches, rest, calls
+            )
+        return out
+
+
+@dataclass(frozen=True)
+class ExpertValues:
+    """What one forward of the dataflow computed on this rank.
+
+    tokens: what was sent to the experts, as it was sent; x itself without an exchange. packed: FC1's left
+    operand of every token if is_quantized_once, else `tokens`. h, y, out: rows of FC1, the activation
+    (None where it was only computed quantised) and FC2, ordered as plan.index. y_operand: FC2's left operand.
+    """
+
+    fc1: ExpertMatmul
+    fc2: ExpertMatmul
+    flow: ExpertDataflow
+    plan: RowPlan
+    tokens: Operand
+    packed: Operand
+    prob_rows: Tensor
+    h: Tensor
+    y: Tensor | None
+    y_operand: Operand
+    out: Tensor
+
+
+GradObserver = Callable[[Tensor, Tensor], None]
+Observer = Callable[[ExpertValues], GradObserver | None]
+_observer: Observer | None = None
+
+
+def observe(observer: Observer | None) -> None:
+    """Show every later forward of the dataflow in this process to `observer`; None shows them to nobody.
+
+    Hooks on the experts' linears see no rows inside the dataflow; this is their place. The observer changes
+    nothing, and keeps nothing but copies. What it returns is called in the backward with the gradients of
+    `h` and `out`, in this order.
+    """
+    global _observer
+    _observer = observer
 
 
 def row_kernels(device: torch.device) -> str:
@@ -115,90 +173,137 @@ def _check(x: Tensor, chosen: Tensor, probs: Tensor, fc1: ExpertMatmul, fc2: Exp
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What the backward has of its forward beside the tensors that autograd keeps.
+
+    names: of the kept operands, with their numbers of tensors and their rests, see flatten. setups, weights,
+    versions: of FC1 and FC2. show_grads: what an observer returned.
+    """
+
+    flow: ExpertDataflow
+    trip: RowTrip | None
+    probs_shape: torch.Size
+    names: list[tuple[str, int, object]]
+    setups: tuple[MatmulSetup, MatmulSetup]
+    weights: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+    versions: tuple[list[int], list[int]]
+    show_grads: GradObserver | None
+
+
+def _forward(
+    x: Tensor,
+    probs: Tensor,
+    plan: RowPlan,
+    flow: ExpertDataflow,
+    fc1: ExpertMatmul,
+    fc2: ExpertMatmul,
+) -> tuple[Tensor, list[Tensor | None], _Kept]:
+    """The combined outputs, the tensors to save, and the rest, with every rank's part of it."""
+    check_finite(x, fc1.setup)
+    prob_rows = plan.to_rows(probs)
+    # The same on every rank, whatever is frozen there: ranks must agree on what travels.
+    keeps_original = fc1.setup.keep_for_backward and not keeps_packed(fc1.recipe)
+    tokens, prob_rows = _send(x, prob_rows, plan, fc1, keeps_original)
+    # `packed` is FC1's left operand of every token, `tokens` what was sent.
+    packed = _quantize_tokens(tokens, fc1)
+    h = _hidden(packed, plan, fc1)
+    y, y_operand = _activate(h, prob_rows, plan, fc2, flow)
+    out = _output(y_operand, prob_rows, plan, fc2, flow)
+    show_grads = None
+    if _observer is not None:
+        values = ExpertValues(fc1, fc2, flow, plan, tokens, packed, prob_rows, h, y, y_operand, out)
+        show_grads = _observer(values)
+    out = _return(plan, out)[0]
+    kept = {"prob_rows": prob_rows, "plan": plan.tensors()}
+    if fc1.trains or flow.recompute:
+        kept["tokens"] = tokens if keeps_original else packed
+    if not flow.recompute:
+        kept["h"] = h
+        if fc2.trains and fc2.recipe.wgrad.right == FORWARD:
+            kept["y"] = y_operand
+        elif y is not None:
+            kept["y"] = y
+    if fc1.recipe.dgrad.right == FORWARD and (x.requires_grad or flow.recompute):
+        kept["w1"] = fc1.operand
+    if fc2.recipe.dgrad.right == FORWARD:
+        kept["w2"] = fc2.operand
+    saved, names = _flatten(kept if fc1.setup.keep_for_backward else {})
+    rest = _Kept(
+        flow,
+        plan.trip,
+        probs.shape,
+        names,
+        (fc1.setup, fc2.setup),
+        (fc1.weights, fc2.weights),
+        tuple(versions_read(m.weights, m.setup) for m in (fc1, fc2)),
+        show_grads,
+    )
+    return dispatch.combine_rows(out, plan.rows_of_token), saved, rest
+
+
+def _backward(
+    rest: _Kept,
+    grad_output: Tensor,
+    saved: Sequence[Tensor | None],
+    needs_x: bool,
+    _needs_probs: bool,
+    _needs_weights: bool,
+) -> tuple[Tensor | None, Tensor, Matrices | list, Matrices | list]:
+    """Gradients of tokens, probabilities, and the leaves of FC1 and FC2; only the first may be left out."""
+    kept, flow = _unflatten(saved, rest.names), rest.flow
+    fc1, fc2 = (
+        ExpertMatmul(setup, kept.get(key), weights)
+        for setup, key, weights in zip(rest.setups, ("w1", "w2"), rest.weights, strict=True)
+    )
+    for matmul, versions in zip((fc1, fc2), rest.versions, strict=True):
+        check_versions(matmul.weights, matmul.setup, versions)
+    plan = RowPlan(*kept["plan"], rest.trip)
+    tokens, prob_rows = kept.get("tokens"), kept["prob_rows"]
+    grad_rows = dispatch.gather_rows(grad_output.to(fc1.setup.dtype).contiguous(), plan.send)
+    if plan.trip is not None:
+        grad_rows = dispatch.gather_rows(plan.trip.there(grad_rows)[0], plan.index)
+    h, y = kept.get("h"), kept.get("y")
+    if h is None:
+        h = _hidden(_quantize_tokens(tokens, fc1), plan, fc1.with_operand())
+    if y is None and fc2.trains:
+        y = _activation_of_wgrad(h, prob_rows, plan, fc2, flow)
+    grad_y = fc2.dgrad(grad_rows, plan.offsets)
+    grads1, grads2 = ([None] * len(matmul.leaves) for matmul in (fc1, fc2))
+    if fc2.trains:
+        grads2 = _fc2_wgrad(grad_rows, y, prob_rows, plan, fc2, flow)
+    grad_h, grad_probs = dispatch.weighted_activation_backward(
+        grad_y, h, prob_rows, flow.activation
+    )
+    if rest.show_grads is not None:
+        rest.show_grads(grad_h, grad_rows)
+    del kept, h, y, grad_y, grad_rows
+    grad_x = fc1.dgrad(grad_h, plan.offsets) if needs_x else None
+    if fc1.trains:
+        rows = _rows_of_wgrad(tokens, plan, fc1)
+        grads1 = weight_gradient(grad_h, rows, plan.offsets, fc1.weights, fc1.setup)
+    columns = [grad_probs] if grad_x is None else [grad_probs, grad_x]
+    grad_probs, *returned = _return(plan, *columns)
+    grad_x = dispatch.combine_rows(returned[0], plan.rows_of_token) if returned else None
+    return grad_x, plan.from_rows(grad_probs, rest.probs_shape), grads1, grads2
+
+
 class _Experts(torch.autograd.Function):
-    """The dataflow between tokens and combined outputs, with every rank's part of it."""
+    """The dataflow where the extension's node cannot be used: not built, or under torch.compile."""
 
     @staticmethod
-    def forward(ctx, x, probs, plan, flow, fc1, fc2, *weights):
-        check_finite(x, fc1.setup)
-        prob_rows = plan.to_rows(probs)
-        # The same on every rank, whatever is frozen there: ranks must agree on what travels.
-        keeps_original = fc1.setup.keep_for_backward and not keeps_packed(fc1.recipe)
-        tokens, prob_rows = _send(x, prob_rows, plan, fc1, keeps_original)
-        # `packed` is FC1's left operand of every token, `tokens` what was sent.
-        packed = _quantize_tokens(tokens, fc1)
-        h = _hidden(packed, plan, fc1)
-        y, y_operand = _activate(h, prob_rows, plan, fc2, flow)
-        out = _output(y_operand, prob_rows, plan, fc2, flow)
-        out = _return(plan, out)[0]
-        kept = {"prob_rows": prob_rows, "plan": plan.tensors()}
-        if fc1.trains or flow.recompute:
-            kept["tokens"] = tokens if keeps_original else packed
-        if not flow.recompute:
-            kept["h"] = h
-            if fc2.trains and fc2.recipe.wgrad.right == FORWARD:
-                kept["y"] = y_operand
-            elif y is not None:
-                kept["y"] = y
-        if fc1.recipe.dgrad.right == FORWARD and (x.requires_grad or flow.recompute):
-            kept["w1"] = fc1.operand
-        if fc2.recipe.dgrad.right == FORWARD:
-            kept["w2"] = fc2.operand
-        if fc1.setup.keep_for_backward:
-            _save(ctx, kept)
-        ctx.flow, ctx.trip, ctx.probs_shape = flow, plan.trip, probs.shape
-        ctx.setups = (fc1.setup, fc2.setup)
-        ctx.weights = (fc1.weights, fc2.weights)
-        ctx.versions = [versions_read(m.weights, m.setup) for m in (fc1, fc2)]
-        return dispatch.combine_rows(out, plan.rows_of_token)
+    def forward(ctx, x, probs, plan, flow, fc1, fc2, *_leaves):
+        out, saved, ctx.rest = _forward(x, probs, plan, flow, fc1, fc2)
+        ctx.save_for_backward(*saved)  # so that hooks (offload, memory counts) see them
+        return out
 
     @staticmethod
     @once_differentiable  # the gradients of a quantised product have no derivative
     def backward(ctx, grad_output):
-        kept, flow, setup1 = _load(ctx), ctx.flow, ctx.setups[0]
-        fc1, fc2 = (
-            ExpertMatmul(setup, kept.get(key), weights)
-            for setup, key, weights in zip(ctx.setups, ("w1", "w2"), ctx.weights, strict=True)
+        grad_x, grad_probs, *grads = _backward(
+            ctx.rest, grad_output, ctx.saved_tensors, ctx.needs_input_grad[0], True, True
         )
-        for matmul, versions in zip((fc1, fc2), ctx.versions, strict=True):
-            check_versions(matmul.weights, matmul.setup, versions)
-        plan = RowPlan(*kept["plan"], ctx.trip)
-        tokens, prob_rows = kept.get("tokens"), kept["prob_rows"]
-        grad_rows = dispatch.gather_rows(grad_output.to(setup1.dtype).contiguous(), plan.send)
-        if plan.trip is not None:
-            grad_rows = dispatch.gather_rows(plan.trip.there(grad_rows)[0], plan.index)
-        h, y = kept.get("h"), kept.get("y")
-        if h is None:
-            h = _hidden(_quantize_tokens(tokens, fc1), plan, fc1.with_operand())
-        if y is None and fc2.trains:
-            y = _activation_of_wgrad(h, prob_rows, plan, fc2, flow)
-        grad_y = fc2.dgrad(grad_rows, plan.offsets)
-        grads2 = [None] * len(fc2.weights)
-        if fc2.trains:
-            grads2 = _fc2_wgrad(grad_rows, y, prob_rows, plan, fc2, flow)
-        grad_h, grad_probs = dispatch.weighted_activation_backward(
-            grad_y, h, prob_rows, flow.activation
-        )
-        del h, y, grad_y, grad_rows
-        grad_x = fc1.dgrad(grad_h, plan.offsets) if ctx.needs_input_grad[0] else None
-        grads1 = [None] * len(fc1.weights)
-        if fc1.trains:
-            grads1 = weight_gradient(
-                grad_h, _rows_of_wgrad(tokens, plan, fc1), plan.offsets, fc1.weights, setup1
-            )
-        columns = [grad_probs] if grad_x is None else [grad_probs, grad_x]
-        grad_probs, *rest = _return(plan, *columns)
-        grad_x = dispatch.combine_rows(rest[0], plan.rows_of_token) if rest else None
-        return (
-            grad_x,
-            plan.from_rows(grad_probs, ctx.probs_shape),
-            None,
-            None,
-            None,
-            None,
-            *grads1,
-            *grads2,
-        )
+        return (grad_x, grad_probs, None, None, None, None, *grads[0], *grads[1])
 
 
 def _send(
@@ -333,22 +438,22 @@ def _rows_of_wgrad(tokens: Operand, plan: RowPlan, fc1: ExpertMatmul) -> Operand
     return quantize_columns(rows, recipe.wgrad.right, WGRAD_RIGHT, plan.offsets, setup)[0]
 
 
-def _save(ctx, kept: dict[str, Operand | Matrices | list[Tensor]]) -> None:
-    """Keep tensors through save_for_backward, so that hooks (offload, memory counts) see them."""
-    tensors, ctx.kept = [], []
-    for key, operand in kept.items():
-        parts, rest = (operand, _LIST) if isinstance(operand, list) else flatten(operand)
-        ctx.kept.append((key, len(parts), rest))
-        tensors += parts
-    ctx.save_for_backward(*tensors)
-
-
 _LIST = object()
 
 
-def _load(ctx) -> dict[str, Operand | Matrices | list[Tensor]]:
-    tensors, kept = list(ctx.saved_tensors), {}
-    for key, size, rest in ctx.kept:
+def _flatten(kept: dict[str, Operand | Matrices | list[Tensor]]) -> tuple[list, list]:
+    """Operands as the tensors that autograd keeps, so that hooks (offload, memory counts) see them."""
+    tensors, names = [], []
+    for key, operand in kept.items():
+        parts, rest = (operand, _LIST) if isinstance(operand, list) else flatten(operand)
+        names.append((key, len(parts), rest))
+        tensors += parts
+    return tensors, names
+
+
+def _unflatten(saved: Sequence[Tensor | None], names: list) -> dict[str, Operand | list[Tensor]]:
+    tensors, kept = list(saved), {}
+    for key, size, rest in names:
         parts, tensors = tensors[:size], tensors[size:]
         kept[key] = parts if rest is _LIST else unflatten(parts, rest)
     return kept
