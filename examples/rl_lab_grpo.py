@@ -16,6 +16,7 @@ from rl_lab_policy import (
 )
 from torch import Tensor
 
+from megatron_nvfp4.diagnostics.mismatch import amplifying
 from megatron_nvfp4.rl import TriageConfig, calibrate_gate, tis_weights, triage_advantages
 from megatron_nvfp4.rl.triage import diagnose
 
@@ -183,8 +184,8 @@ def mismatch(
     size = delta.abs()
     ordered = torch.where(mask, delta, torch.inf).flatten().sort().values
     place = (0.05 * (num - 1)).long()
-    weight = torch.where(mask & (advantages * delta > 0), advantages.abs(), 0)
-    low, high = weight * (delta < 0), weight * (delta > 0)
+    widening = amplifying(delta, advantages)
+    low, high = (torch.where(mask & inside, advantages.abs(), 0) for inside in widening)
     gate = diagnose(delta, advantages, mask, None, config)
     mean = gate.delta_sum / gate.num_valid.clamp_min(1)
     counted = {

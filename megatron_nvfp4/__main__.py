@@ -24,6 +24,10 @@ VERBS = (
     "export-nvfp4",
     "verify-checkpoint",
     "compare",
+    "diagnose",
+    "sensitivity",
+    "context-swap",
+    "teacher-forced",
     "pretrain",
     "run",
     "profile",
@@ -132,15 +136,19 @@ def _launch(verb: str, argv: list[str]) -> int:
         print(RUN_USAGE, file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     try:
+        from megatron_nvfp4.cli.capture import take_capture
         from megatron_nvfp4.cli.profile import main as profile
         from megatron_nvfp4.mcore.launcher import pretrain, run
 
         if verb == "profile":
             profile(argv)
-        elif verb == "run":
-            run(argv[0], argv[1:])
+            return 0
+        argv, capture = take_capture(argv)
+        observer = {} if capture is None else {"observer": capture}
+        if verb == "run":
+            run(argv[0], argv[1:], **observer)
         else:
-            pretrain(argv)
+            pretrain(argv, **observer)
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package not in ("torch", "megatron") or not _innermost(error)[1]:
@@ -212,13 +220,41 @@ def _parser() -> argparse.ArgumentParser:
     for verb, (_, purpose) in CHECKPOINT_VERBS.items():
         verbs.add_parser(verb, add_help=False, help=purpose)
     compare = verbs.add_parser("compare", help="find the first operator that two dumps differ in")
-    compare.add_argument("left", metavar="A", help="dump of deterministic.capture, safetensors")
+    compare.add_argument(
+        "left",
+        metavar="A",
+        help="a capture, SGLang's tensor dump, or a file of deterministic.capture",
+    )
     compare.add_argument("right", metavar="B", help="the other side's")
+    compare.add_argument("--html", metavar="FILE", help="write one self-contained page")
+    compare.add_argument("--json", metavar="FILE", help="write all figures")
+    compare.add_argument(
+        "--common", action="store_true", help="what one side lacks is no difference"
+    )
+    compare.add_argument(
+        "--replay", action="store_true", help="run captured inputs through captured weights again"
+    )
     compare.set_defaults(run=_compare)
+    _add_diagnose(verbs)
+    _add_sensitivity(verbs)
     verbs.add_parser("pretrain", add_help=False, help="train a GPT; all flags are Megatron's")
     verbs.add_parser("run", add_help=False, help="run a script of a Megatron-LM checkout")
     verbs.add_parser("profile", add_help=False, help="say where the time of a Megatron run goes")
     return parser
+
+
+def _add_diagnose(verbs: argparse._SubParsersAction) -> None:
+    from megatron_nvfp4.cli.diagnose import add_arguments
+
+    diagnose = verbs.add_parser("diagnose", help="say whether the log-probs of an RL dump agree")
+    add_arguments(diagnose)
+    diagnose.set_defaults(run=_diagnose)
+
+
+def _add_sensitivity(verbs: argparse._SubParsersAction) -> None:
+    from megatron_nvfp4.cli.sensitivity import add_verbs
+
+    add_verbs(verbs)
 
 
 def _recipes(options: argparse.Namespace) -> int:
@@ -238,7 +274,20 @@ def _describe(options: argparse.Namespace) -> int:
 def _compare(options: argparse.Namespace) -> int:
     from megatron_nvfp4.cli.compare import compare
 
-    return compare(options.left, options.right)
+    return compare(
+        options.left,
+        options.right,
+        html=options.html,
+        json_file=options.json,
+        common=options.common,
+        replay=options.replay,
+    )
+
+
+def _diagnose(options: argparse.Namespace) -> int:
+    from megatron_nvfp4.cli.diagnose import main as diagnose
+
+    return diagnose(options)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -82,11 +82,12 @@ def test_all_reasons_at_once():
 
 
 def test_a_profile_without_its_operators_is_refused():
-    # Prevents: sglang_rl_fsdp computed by the operators of another profile.
-    facts = replace(FACTS, model_type="qwen3", attention="fa3")
-    found = faults(PROFILES["sglang_rl_fsdp"], facts)
-    assert len(found) == 4
-    assert all("is not implemented; use sglang_det_bf16" in fault for fault in found)
+    # Prevents: a profile computed by the operators of another one.
+    assert not any(profile.missing for profile in PROFILES.values())
+    found = faults(replace(BF16, missing=("an operator", "another")), FACTS)
+    assert found == [
+        f"{name} is not implemented; use sglang_det_bf16" for name in ("an operator", "another")
+    ]
 
 
 def test_reduce_order_of_tensor_parallel_ranks():
@@ -218,7 +219,7 @@ def test_compare_finds_the_first_operator(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "layers.0.qkv differs at [1]: 1.0 against 1.0078125" in said
     assert "1 of 2 values" in said
-    assert "the 1 outputs before it are the same, last embedding" in said
+    assert "the 1 output before it is the same, last embedding" in said
     assert main(["compare", left, _dump(tmp_path / "d", logprobs=-torch.zeros(()))]) == 1
     assert "logprobs differs at []: 0.0 against -0.0" in capsys.readouterr().out
     assert main(["compare", left, _dump(tmp_path / "e", logprobs=torch.zeros(1))]) == 1
@@ -293,6 +294,8 @@ def test_doctor_reads_a_samplers_settings(tmp_path, capsys):
     argv = ["doctor", "--sampler", str(file), "--profile", "sglang_minite_nvfp4"]
     assert main(argv) == 1
     assert "[FAIL] --quantization is not given" in capsys.readouterr().out
-    assert main(["doctor", "--sampler", str(file), "--profile", "sglang_rl_fsdp"]) == 2
+    assert main(["doctor", "--sampler", str(file), "--profile", "sglang_rl_fsdp"]) == 1
+    assert "give --rl-on-policy-target fsdp" in capsys.readouterr().out
+    assert main(["doctor", "--sampler", str(file), "--profile", "sglang"]) == 2
     assert "cannot be run; use one of sglang_det_bf16" in capsys.readouterr().err
     assert main(["doctor", "--sampler", str(tmp_path / "absent")]) == 2

@@ -295,6 +295,30 @@ def check_fused_wgrad_in_ddp(folder):
         assert num_fused >= NUM_DENSE_LINEARS
 
 
+def check_hidden_gradients_in_ddp(folder):
+    """Prevents: weights that miss their gradient, or have another one, where DDP waits for none of them and
+    autograd is told of one of them for all; in the fused dataflow, in single layers, and recomputed."""
+    import torch
+
+    from megatron_nvfp4.mcore import experts
+    from megatron_nvfp4.modules import GroupedLinear
+
+    hidden = []
+    original = GroupedLinear.hides_wgrad
+    GroupedLinear.hides_wgrad = lambda self, weights: (
+        hidden.append(original(self, weights)) or hidden[-1]
+    )
+    for changes in ({}, _full_recompute(), {"dataflow": "unfused"}):
+        sides = []
+        for awaited in (True, False):
+            experts.gradients_are_awaited = lambda config, awaited=awaited: awaited
+            hidden.clear()
+            sides.append(_main_grads("moe_grouped", fuse=True, num_microbatches=2, **changes))
+            assert any(hidden) is not awaited, changes
+        for name, expected in sides[0].items():
+            assert torch.equal(sides[1][name], expected), (name, changes)
+
+
 # --- helpers ------------------------------------------------------------------------------------------------
 
 
@@ -393,14 +417,19 @@ def _train(model) -> tuple[list[float], list]:
     return losses, [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def _main_grads(kind: str, *, fuse: bool, num_microbatches: int) -> dict:
+def _main_grads(
+    kind: str, *, fuse: bool, num_microbatches: int, dataflow: str = "auto", **changes
+) -> dict:
     """FP32 main_grad of every parameter after some passes over the same batch under Megatron's DDP."""
     import megatron_small as small
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from megatron_nvfp4.mcore.layer_numerics import MegatronLinear
 
-    model = _filled(kind)
+    config = small.new_config(kind, **changes)
+    config.minite_moe_dataflow = dataflow
+    model = small.new_model(config)
+    small.fill(model)
     for module in model.modules():
         if isinstance(module, MegatronLinear):
             # The config's switch would also ask Megatron's own head for a CUDA extension.
@@ -428,6 +457,7 @@ WORLDS = {
             check_weights_are_quantised_once_a_step,
             check_cached_training_equals_uncached,
             check_fused_wgrad_in_ddp,
+            check_hidden_gradients_in_ddp,
         )
     )
 }

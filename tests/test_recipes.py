@@ -69,7 +69,7 @@ def test_explicit_then_environment_then_file_then_default(tmp_path):
 def test_every_setting_has_a_source(tmp_path):
     # Prevents: a new setting whose origin `describe` and run_meta.json do not record.
     keys = {"recipe", "backend", "strict", "shared_experts", "last_layers_bf16"}
-    keys |= {"disable_backward_quant", "moe_dataflow"}
+    keys |= {"disable_backward_quant", "moe_dataflow", "deterministic", "deterministic_attention"}
     assert set(resolve(environ={}).sources) == keys
     file = _write(tmp_path, "")
     sources = resolve(environ={"MINITE_CONFIG": file}).sources

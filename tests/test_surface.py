@@ -78,6 +78,10 @@ def test_verbs_are_frozen(capsys):
         "export-nvfp4",
         "verify-checkpoint",
         "compare",
+        "diagnose",
+        "sensitivity",
+        "context-swap",
+        "teacher-forced",
         "pretrain",
         "run",
         "profile",
@@ -125,7 +129,7 @@ LAYERS = {  # layer: layers it may import
     "rollout": {"backends", "quant", "recipes", "deterministic"},
     "checkpoint": {"backends", "quant", "recipes"},  # the quantisers a CPU has
     "sync": {"quant", "recipes"},
-    "diagnostics": {"quant", "recipes"},
+    "diagnostics": {"quant", "recipes", "rl"},  # the gate's rules are rl's
     "rl": set(),
     "cli": {"recipes"},  # stdlib only, like itself; the rest inside verbs
 }
@@ -150,7 +154,7 @@ INSIDE_FUNCTIONS = {  # layer: more packages, where only the function that needs
     "mcore": {"transformer_engine", "gpt_builders"},  # the latter stands in a Megatron checkout
     "rollout": {"sglang", "vllm", "flashinfer"},
     "rl": {"miles", "slime", "verl", "nemo_rl", "megatron"},
-    "diagnostics": {"matplotlib", "numpy", "safetensors"},
+    "diagnostics": {"matplotlib", "numpy", "safetensors", "tokenizers"},
     "sync": {"sglang"},
     "checkpoint": {"rich"},
     "cli": {"torch", "rich"},

@@ -1,28 +1,68 @@
 """The verb `compare`: the first operator whose outputs differ between two dumps."""
 
+import json
 from pathlib import Path
 
 
-def compare(left: str | Path, right: str | Path) -> int:
-    """Print the first difference of two dumps of captured outputs; 0 where there is none, else 1.
+def compare(
+    left: str | Path,
+    right: str | Path,
+    *,
+    html: str | Path | None = None,
+    json_file: str | Path | None = None,
+    common: bool = False,
+    replay: bool = False,
+) -> int:
+    """Print the first difference of two dumps; 0 where there is none, else 1.
 
-    ValueError where they are no dumps or of different forwards, FileNotFoundError where one is missing.
+    left, right: a capture (--minite-capture), SGLang's tensor dump, or a file of deterministic.capture.
+    html, json_file: also written there. common: what one side lacks is no difference. replay: also run
+    captured inputs through captured weights.
+    ValueError where they are no dumps or have nothing in common, FileNotFoundError where one is missing.
     """
-    from megatron_nvfp4.deterministic.parity import first_difference, load_dump
+    from megatron_nvfp4.diagnostics import compare_replay, compare_report
+    from megatron_nvfp4.diagnostics.compare import compare_sides
+    from megatron_nvfp4.diagnostics.compare_html import page
+    from megatron_nvfp4.diagnostics.compare_sides import read_side
 
-    dumps = [load_dump(path) for path in (left, right)]
-    difference = first_difference(*dumps)
-    if difference is None:
-        print(f"compare: all {len(dumps[0])} outputs have the same bits")
-        return 0
-    place = f" at {list(difference.index)}" if difference.index is not None else ""
-    print(f"compare: {difference.name} differs{place}: {difference.reason}")
-    names = list(dumps[0])
-    before = names.index(difference.name)
-    if difference.num_unequal:
-        print(f"  {difference.num_unequal} of {dumps[0][difference.name].numel()} values")
-    print(
-        f"  the {before} outputs before it are the same"
-        + (f", last {names[before - 1]}" if before else "")
+    from .whole_file import write_whole
+
+    comparison = compare_sides(*(read_side(path, _megatron_name) for path in (left, right)))
+    replays, reasons = compare_replay.replay(comparison, _product) if replay else ([], {})
+    for line in compare_report.text(comparison, replays, reasons, common):
+        print(line)
+    if html is not None:
+        write_whole(html, page(comparison, replays, reasons))
+    if json_file is not None:
+        data = compare_report.as_data(comparison, replays, reasons)
+        write_whole(json_file, json.dumps(data, indent=1, allow_nan=False) + "\n")
+    return 0 if compare_report.same(comparison, common) else 1
+
+
+def _megatron_name(name: str) -> str | None:
+    """Megatron's name of SGLang's module; the experts as a whole, and the router."""
+    from megatron_nvfp4.rollout.sglang_plugin import layer_name
+
+    if name.endswith(".mlp.gate"):
+        return f"decoder.{name.removeprefix('model.').removesuffix('gate')}router"
+    found = layer_name(name)
+    return found.removesuffix(".linear_fc1") if found and name.endswith(".experts") else found
+
+
+def _product(x, weight, offsets, formats, dtype):
+    """A linear's product by the backend that would train on this machine's CPU; see compare_replay."""
+    from megatron_nvfp4 import backends
+
+    num_groups = len(offsets) - 1
+    op = "gemm" if num_groups == 1 else "grouped_gemm"
+    shape = (x.shape[0], weight.shape[0] // num_groups, x.shape[1])
+    backend = backends.select(
+        op, formats, shape=shape, device=x.device, dtype=dtype, backend="auto"
     )
-    return 1
+    if hasattr(weight, "codes"):
+        weight = backend.pack_weights(weight, num_groups)
+    else:
+        weight = weight.view(num_groups, -1, weight.shape[1])
+    if num_groups == 1:
+        return backend.gemm(x, weight, out_dtype=dtype)
+    return backend.grouped_gemm(x, weight, offsets, out_dtype=dtype)

@@ -87,6 +87,7 @@ def policy_lines(description: dict) -> list[str]:
         "",
         "layers (the first line that applies)",
         *_layer_lines(description),
+        *_deterministic_lines(description),
         "",
         f"backend {description['backend']}, strict {str(description['strict']).lower()}",
         "",
@@ -101,6 +102,16 @@ def policy_lines(description: dict) -> list[str]:
     for name, foreign in description["foreign_environment"].items():
         lines.append(f"  {name} {_value(foreign['value'])}: {foreign['read_by']}")
     return lines
+
+
+def _deterministic_lines(description: dict) -> list[str]:
+    profile, attention = description["deterministic"], description["deterministic_attention"]
+    if profile is None:
+        return []
+    return [
+        "",
+        f"deterministic profile {profile}, {attention} attention: it computes the whole model",
+    ]
 
 
 def _layer_lines(description: dict) -> list[str]:

@@ -7,8 +7,9 @@ HF's names.
     then          h, residual = add_rms_norm(h, residual);  h = MLP or experts(h)
     at the end    h, _ = add_rms_norm(h, residual);  log-probabilities of the tokens by the head
 
-Order: SGLang 0.5.23, models/qwen3.py and models/qwen3_moe.py with --enable-deterministic-inference.
-Weights are held whole.
+Order: SGLang 0.5.23, models/qwen3.py and models/qwen3_moe.py with --enable-deterministic-inference, and
+models/qwen3.py with --rl-on-policy-target. The profile says which norms, dtypes and roundings. Weights
+are held whole.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from .ops.attention import PackedBatch, attention
 from .ops.experts import experts
 from .ops.linear import linear
 from .ops.logprobs import token_logprobs
-from .ops.norm import add_rms_norm, rms_norm
+from .ops.norm import add_rms_norm, rms_norm, rms_norm_fp32
 from .ops.rope import apply_rope, rope_table
 from .ops.router import route
 from .parity import record
@@ -45,8 +46,8 @@ class Layer:
     w2: Tensor
 
     @classmethod
-    def of(cls, weights: Mapping[str, Tensor], number: int) -> "Layer":
-        """The tensors of model.layers.`number`, stacked."""
+    def of(cls, weights: Mapping[str, Tensor], number: int, profile: Profile) -> "Layer":
+        """The tensors of model.layers.`number`, stacked; norms' weights as `profile` multiplies them."""
         prefix = f"model.layers.{number}."
         attn, mlp = prefix + "self_attn.", prefix + "mlp."
         gate = weights.get(mlp + "gate.weight")
@@ -56,17 +57,25 @@ class Layer:
             names = [f"{mlp}experts.{expert}." for expert in range(gate.shape[0])]
             w13 = torch.stack([_stacked(weights, name) for name in names])
             w2 = torch.stack([weights[name + "down_proj.weight"] for name in names])
+        norms = (
+            prefix + "input_layernorm.weight",
+            prefix + "post_attention_layernorm.weight",
+            attn + "q_norm.weight",
+            attn + "k_norm.weight",
+        )
         return cls(
-            weights[prefix + "input_layernorm.weight"],
-            weights[prefix + "post_attention_layernorm.weight"],
-            weights[attn + "q_norm.weight"],
-            weights[attn + "k_norm.weight"],
+            *(_widened(weights[name], profile.norm_weight) for name in norms),
             torch.cat([weights[f"{attn}{name}_proj.weight"] for name in "qkv"]),
             weights[attn + "o_proj.weight"],
             gate,
             w13,
             w2,
         )
+
+
+def _widened(x: Tensor, dtype: str) -> Tensor:
+    """x in FP32 where dtype is float32, which changes no value; as it is elsewhere."""
+    return x.float() if dtype == "float32" else x
 
 
 def _stacked(weights: Mapping[str, Tensor], prefix: str) -> Tensor:
@@ -103,8 +112,9 @@ class Model:
     ) -> None:
         """weights: BF16 under Hugging Face's names on one device; config: config.json's dictionary.
 
-        Raises ValueError with all reasons where the profile cannot be honoured, or for biases, KeyError
-        for a weight that lacks.
+        The embedding and the norms' weights may be FP32 where the profile takes them so. Raises
+        ValueError with all reasons where the profile cannot be honoured, or for biases, KeyError for a
+        weight that lacks.
         """
         biases = [name for name in weights if name.endswith(".bias")]
         if biases:
@@ -115,14 +125,21 @@ class Model:
         device = self.embedding.device
         self.profile = require(profile, run_facts(config, attention_kind, device))
         self.attention_kind, self.config = attention_kind, config
-        self.layers = [Layer.of(weights, n) for n in range(config["num_hidden_layers"])]
-        self.norm = weights["model.norm.weight"]
+        num_layers = config["num_hidden_layers"]
+        self.layers = [Layer.of(weights, n, self.profile) for n in range(num_layers)]
+        self.norm = _widened(weights["model.norm.weight"], self.profile.norm_weight)
         tied = config.get("tie_word_embeddings", False)
         head = self.embedding if tied else weights["lm_head.weight"]
-        self.head = head[: config["vocab_size"]]  # rows behind it are padding
+        head = head[: config["vocab_size"]]  # rows behind it are padding
+        # An FP32 embedding multiplies in BF16 where it is the head too.
+        self.head = head.to(torch.bfloat16) if self.profile.residual == "float32" else head
         theta = (config.get("rope_parameters") or config)["rope_theta"]
         self.table = rope_table(
-            config["head_dim"], theta, config["max_position_embeddings"], device
+            config["head_dim"],
+            theta,
+            config["max_position_embeddings"],
+            device,
+            self.profile.rope_frequencies,
         )
 
     def hidden(self, tokens: Tensor, batch: PackedBatch) -> Tensor:
@@ -132,8 +149,9 @@ class Model:
                 f"hidden: tokens {tuple(tokens.shape)} do not fit the batch; give ({batch.num_rows},)"
             )
         eps = self.config["rms_norm_eps"]
-        residual = record("embedding", functional.embedding(tokens, self.embedding))
-        h = rms_norm(residual, self.layers[0].input_norm, eps)
+        embedded = functional.embedding(tokens, self.embedding)
+        residual = record("embedding", _widened(embedded, self.profile.residual))
+        h = self._norm(residual, self.layers[0].input_norm).to(torch.bfloat16)
         for number, layer in enumerate(self.layers):
             name = f"layers.{number}."
             if number:
@@ -152,7 +170,10 @@ class Model:
         responses: Sequence[Sequence[int]],
         temperature: float = 1.0,
     ) -> list[Tensor]:
-        """Log-probability, FP32, of every response token of every sequence, with gradients."""
+        """Log-probability, FP32, of every response token of every sequence, with gradients.
+
+        Values are those of BF16 where the profile's log-probabilities are.
+        """
         for number, response in enumerate(responses):
             if not response:
                 raise ValueError(f"logprobs: response {number} is empty; leave the sequence out")
@@ -165,17 +186,21 @@ class Model:
         lengths = [len(r) for r in responses]
         scored = torch.cat([torch.arange(f - n, f) for f, n in zip(firsts, lengths, strict=True)])
         targets = torch.tensor([t for r in responses for t in r]).to(device)
-        result = token_logprobs(h[scored.to(device)], self.head, targets, temperature)
+        rounding = getattr(torch, self.profile.logprobs)
+        result = token_logprobs(h[scored.to(device)], self.head, targets, temperature, rounding)
         return list(record("logprobs", result).split(lengths))
 
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        norm = rms_norm_fp32 if self.profile.norm_weight == "float32" else rms_norm
+        return norm(x, weight, self.config["rms_norm_eps"])
+
     def _attend(self, layer: Layer, h: Tensor, batch: PackedBatch, name: str) -> Tensor:
-        config, eps = self.config, self.config["rms_norm_eps"]
-        size = config["head_dim"]
+        config, size = self.config, self.config["head_dim"]
         sizes = [config["num_attention_heads"] * size] + 2 * [config["num_key_value_heads"] * size]
         qkv = record(name + "qkv", linear(h, layer.qkv, self.profile.dense))
         q, k, v = (t.unflatten(1, (-1, size)) for t in qkv.split(sizes, dim=1))
-        q = record(name + "q_norm", rms_norm(q, layer.q_norm, eps))
-        k = record(name + "k_norm", rms_norm(k, layer.k_norm, eps))
+        q = record(name + "q_norm", self._norm(q, layer.q_norm))
+        k = record(name + "k_norm", self._norm(k, layer.k_norm))
         q = record(name + "q_rope", apply_rope(q, self.table, batch.positions))
         k = record(name + "k_rope", apply_rope(k, self.table, batch.positions))
         out = record(name + "attention", attention(q, k, v, batch, self.attention_kind))
@@ -184,7 +209,7 @@ class Model:
     def _mlp(self, layer: Layer, h: Tensor, name: str) -> Tensor:
         if layer.gate is None:
             h = record(name + "fc1", linear(h, layer.w13, self.profile.dense))
-            h = record(name + "activation", silu_and_mul(h))
+            h = record(name + "activation", silu_and_mul(h, self.profile.silu_roundings))
             return record(name + "fc2", linear(h, layer.w2, self.profile.dense))
         logits = record(name + "router_logits", linear(h, layer.gate))
         top_k, renormalize = self.config["num_experts_per_tok"], self.config["norm_topk_prob"]

@@ -1,8 +1,7 @@
 """Fail-closed parity of log-probabilities, and operators' outputs by name to find where two forwards part.
 
 `check_parity` runs between forward and backward: equal bits, or ParityError with the first difference.
-`capture` collects what the operators return, in order; dumps of both sides are compared by
-`first_difference`.
+`capture` collects what the operators return, in order; the verb `compare` compares dumps of both sides.
 """
 
 import json
@@ -10,14 +9,12 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 _captured: ContextVar[dict[str, Tensor] | None] = ContextVar("captured", default=None)
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ParityError(RuntimeError):
@@ -120,52 +117,3 @@ def save_dump(outputs: Mapping[str, Tensor], path: str | Path) -> None:
 
     tensors = {name: t.cpu().contiguous() for name, t in outputs.items()}
     save_file(tensors, str(path), metadata={"order": json.dumps([*outputs])})
-
-
-def load_dump(path: str | Path) -> dict[str, Tensor]:
-    """What save_dump wrote, in its order; ValueError for a safetensors file without an order."""
-    from safetensors import safe_open
-
-    with safe_open(str(path), "pt") as file:
-        order = (file.metadata() or {}).get("order")
-        if order is None:
-            raise ValueError(
-                f"{path}: no dump of captured outputs; write it with deterministic.parity.save_dump"
-            )
-        return {name: file.get_tensor(name) for name in json.loads(order)}
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first operator whose outputs differ. `index` is None where shape or dtype differ."""
-
-    name: str
-    reason: str
-    index: tuple[int, ...] | None = None
-    num_unequal: int = 0
-
-
-def first_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Difference | None:
-    """The first name, in left's order, whose tensors have different bits, or None; +0 and -0 differ.
-
-    Raises ValueError where the names are not the same: operators that nobody recorded cannot be compared.
-    """
-    for one, other, which in ((left, right, "second"), (right, left, "first")):
-        missing = [name for name in one if name not in other]
-        if missing:
-            raise ValueError(
-                f"compare: the {which} dump lacks {', '.join(missing[:5])} ({len(missing)} in all); "
-                "dump the same forward"
-            )
-    for name, a in left.items():
-        b = right[name]
-        if a.shape != b.shape or a.dtype != b.dtype:
-            reason = f"{a.dtype} {tuple(a.shape)} against {b.dtype} {tuple(b.shape)}"
-            return Difference(name, reason)
-        integer = _INTEGERS[a.element_size()]
-        unequal = a.contiguous().view(integer) != b.contiguous().view(integer)
-        if unequal.any():
-            index = tuple(int(i) for i in unequal.nonzero()[0])
-            reason = f"{a[index].item()!r} against {b[index].item()!r}"
-            return Difference(name, reason, index, int(unequal.sum()))
-    return None

@@ -18,9 +18,11 @@ class Profile:
     """One arithmetic of both sides.
 
     families: Hugging Face's model_type of the models it is defined for. attention: backends whose order
-    is known; the run and the sampler take the same one. residual, norm_weight, logits, logprobs: dtypes
-    of the stream between layers, of the norms' weights as they
-        multiply, of the logits before the temperature, and of the result.
+    is known; the run and the sampler take the same one.
+    residual, norm_weight, logits, logprobs: dtypes of the stream between layers, and of the embedding that
+        starts it; of the norms' weights as they multiply; of the logits before the temperature; of the
+        values of the result, and of the logits behind the temperature.
+    rope_frequencies: the device that computes them, None for the one that rotates.
     silu_roundings: 1 where silu(gate) * up rounds once, 2 where silu rounds by itself.
     router_weight: where the weight of an expert is multiplied, None without experts.
     dense, experts: formats of the forward operands of dense linears and of expert products; the router, the
@@ -37,6 +39,7 @@ class Profile:
     norm_weight: str = "bfloat16"
     logits: str = "bfloat16"
     logprobs: str = "float32"
+    rope_frequencies: str | None = None
     silu_roundings: int = 1
     router_weight: str | None = "fc2_accumulator"
     dense: Operands = UNQUANTIZED
@@ -65,15 +68,14 @@ sglang_rl_fsdp = Profile(
     residual="float32",
     norm_weight="float32",
     logprobs="bfloat16",
+    rope_frequencies="cpu",
     silu_roundings=2,
     router_weight=None,
-    missing=(
-        "norms with an FP32 residual and FP32 weights",
-        "rope of the compiled native path",
-        "silu with a rounding of its own",
-        "BF16 log-probabilities",
+    sampler=(
+        ("rl_on_policy_target", "fsdp"),
+        ("sampling_backend", "pytorch"),
+        ("dtype", "bfloat16"),
     ),
-    sampler=(("rl_on_policy_target", "fsdp"),),
 )
 sglang_minite_nvfp4 = replace(
     sglang_det_bf16,

@@ -78,6 +78,7 @@ def _argument_faults(profile: Profile, arguments: Mapping[str, str]) -> list[str
         ("kv_cache_dtype", ("auto", "bfloat16", "bf16"), "keys and values are rounded again"),
         ("speculative_algorithm", (), "tokens are scored in other batches of rows"),
         ("enable_lora", ("false",), "adapters add other products"),
+        ("enable_fp32_lm_head", ("false",), "logits are not rounded to BF16"),
     ):
         if name in arguments and arguments[name] not in harmless:
             flag = f"--{name.replace('_', '-')}"

@@ -3,22 +3,25 @@
 import argparse
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_nvfp4.modules.norm import NORMALIZATIONS
 from megatron_nvfp4.modules.params import QLinearParams, require_backend, shape_faults
-from megatron_nvfp4.recipes import Policy, resolve
+from megatron_nvfp4.recipes import Policy, get_recipe, resolve
 from megatron_nvfp4.recipes.policy import MOE_DATAFLOWS, layer_number_of
 
 from .moe_support import unfused_reasons
 
 IMPL = "minite"
+BESIDE_PROFILE = "the deterministic profile"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add --minite-recipe, --minite-config and --minite-moe-dataflow to Megatron's parser."""
+    """Add the options of minite layers, --minite-recipe and those below it, to Megatron's parser."""
     if "--minite-recipe" in parser._option_string_actions:
         return parser  # a patched Megatron has added them already
     group = parser.add_argument_group(title="minite")
@@ -41,15 +44,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="experts by the fused dataflow where the configuration allows it, or always, or never; "
         "default: the policy's moe_dataflow, auto",
     )
+    group.add_argument(
+        "--minite-deterministic",
+        default=None,
+        metavar="PROFILE",
+        help="compute what the sampler computes, bit for bit, by a profile such as sglang_det_bf16; "
+        "default: the policy's deterministic, none",
+    )
+    group.add_argument(
+        "--minite-deterministic-attention",
+        default=None,
+        metavar="BACKEND",
+        help="the sampler's attention backend, triton or fa3; default: the policy's, triton",
+    )
     return parser
 
 
 def policy_of(config: TransformerConfig) -> Policy:
-    """The policy of a model, resolved once and kept on its config: arguments, then the environment."""
+    """The policy of a model, resolved once and kept on its config: arguments, then the environment.
+
+    Under a deterministic profile, which multiplies by itself, layers without a chosen recipe are BF16.
+    """
     policy = getattr(config, "minite_policy", None)
     if policy is None:
-        policy = resolve(_argument("minite_recipe"), _argument("minite_config"))
-        config.minite_policy = policy
+        policy = resolve(
+            _argument("minite_recipe"),
+            _argument("minite_config"),
+            deterministic=_argument("minite_deterministic"),
+            deterministic_attention=_argument("minite_deterministic_attention"),
+        )
+    if policy.deterministic and policy.sources.get("recipe") == "default":
+        sources = {**policy.sources, "recipe": BESIDE_PROFILE}
+        policy = replace(policy, recipe=get_recipe("bf16"), sources=sources)
+    config.minite_policy = policy
     return policy
 
 
@@ -61,6 +88,17 @@ def moe_dataflow_of(config: TransformerConfig) -> str:
         raise ValueError(f"minite_moe_dataflow={choice!r}; use one of {', '.join(MOE_DATAFLOWS)}")
     config.minite_moe_dataflow = choice
     return choice
+
+
+def gradients_are_awaited(config: TransformerConfig) -> bool:
+    """Whether Megatron may wait for each parameter's gradient: what overlaps its reduction with the backward
+    does, and so do its CUDA graphs; without Megatron's global arguments nobody knows.
+    """
+    if _argument("overlap_grad_reduce") is not False or config.no_sync_func is not None:
+        return True
+    own_wrappers = ("use_megatron_fsdp", "use_torch_fsdp2")
+    graphs = getattr(config, "cuda_graph_impl", "none") != "none"
+    return graphs or any(_argument(name) for name in own_wrappers)
 
 
 def _argument(name: str) -> str | None:
@@ -150,6 +188,7 @@ def config_faults(config: TransformerConfig, have_te: bool) -> list[str]:
         + recipe_faults(config)
         + rule_faults(config)
         + layer_faults(config)
+        + deterministic_faults(config)
     )
 
 
@@ -189,6 +228,42 @@ def rule_faults(config: TransformerConfig) -> list[str]:
         for index, rule in enumerate(policy_of(config).rules)
         if not any(rule.applies(name, layer_number_of(name)) for name in names)
     ]
+
+
+def deterministic_faults(config: TransformerConfig) -> list[str]:
+    """Why the run cannot honour the deterministic profile of its policy."""
+    policy, num_rows = policy_of(config), _argument("padded_vocab_size")
+    if policy.deterministic is None:
+        return []
+    from .deterministic_run import NEEDED_ARGUMENTS, require_config
+
+    given = {name: _argument(name) for name, _, _ in NEEDED_ARGUMENTS}
+    checks = [partial(require_config, policy, config, given)]
+    if num_rows is not None:
+        checks.append(partial(vocab_size_of, num_rows))
+    faults = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            faults.append(str(error).replace("\n", "\n    "))
+    return faults
+
+
+def vocab_size_of(num_rows: int) -> int:
+    """Tokens that the head of `num_rows` rows scores, padding left out; without Megatron's arguments all.
+
+    Raises ValueError where the arguments do not name a number that fits.
+    """
+    if _argument("padded_vocab_size") is None:
+        return num_rows
+    vocab_size = _argument("vocab_size")
+    if vocab_size is None or not 0 < vocab_size <= num_rows:
+        raise ValueError(
+            f"--vocab-size {vocab_size}: the deterministic mode scores the tokens of the sampler's head, of "
+            f"which the model here has up to {num_rows}; give vocab_size of its config.json"
+        )
+    return vocab_size
 
 
 def layer_faults(config: TransformerConfig) -> list[str]:

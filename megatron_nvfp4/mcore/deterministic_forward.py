@@ -3,14 +3,16 @@ reported.
 
 Between Megatron's layers travels one tensor, rounded to BF16; SGLang's norms read the sum of two before
 its rounding. So the forward is not assembled from layer specs: it takes the built model's parameters,
-whatever spec they came from, and computes beside Megatron's forward, which stays as it is. Gradients
-arrive in the parameters, through the hooks that Megatron's DDP has set on them. Weights are stacked
-anew in every forward, a copy of each.
+whatever spec they came from, and computes beside Megatron's forward, which stays as it is, or in its
+place (deterministic_run.py). Gradients arrive in the parameters, through the hooks that Megatron's DDP
+has set on them. Weights are stacked anew for every such forward, a copy of each.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_nvfp4.deterministic.model import Model
@@ -32,6 +34,29 @@ _NEEDED = (
     ("moe_router_enable_expert_bias", (False,), "drop --moe-router-enable-expert-bias"),
     ("moe_router_num_groups", (None,), "leave it unset"),
     ("moe_router_topk_scaling_factor", (None,), "leave it unset"),
+    ("qk_l2_norm", (False,), "drop --qk-l2-norm"),
+    ("softmax_scale", (None,), "leave it unset"),
+    ("softmax_type", ("vanilla",), "use vanilla"),
+    ("attention_output_gate", (False,), "drop it"),
+    ("no_rope_freq", (None,), "leave it unset"),
+    ("rotary_interleaved", (False,), "drop --rotary-interleaved"),
+    ("glu_linear_offset", (0.0,), "leave it unset"),
+    ("activation_func_clamp_value", (None,), "leave it unset"),
+    ("fp32_residual_connection", (False,), "drop --fp32-residual-connection"),
+    ("apply_residual_connection_post_layernorm", (False,), "drop it"),
+    ("use_mup", (False,), "drop --use-mup"),
+    ("moe_aux_loss_coeff", (0.0, None), "the forward has no loss beside the tokens', set it to 0"),
+    ("moe_z_loss_coeff", (None,), "the forward has no loss beside the tokens', leave it unset"),
+    (
+        "moe_router_load_balancing_type",
+        ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
+        "the sampler's router takes the largest logits, use none",
+    ),
+    ("moe_input_jitter_eps", (None,), "leave it unset"),
+    ("moe_router_force_load_balancing", (False,), "drop --moe-router-force-load-balancing"),
+    ("moe_router_force_biased", (None,), "leave it unset"),
+    ("moe_latent_size", (None,), "leave it unset"),
+    ("moe_mlp_glu_interleave_size", (None,), "leave it unset"),
 )
 
 
@@ -51,18 +76,44 @@ def deterministic_model(
     """
     while not hasattr(model, "decoder"):
         model = model.module
-    facts = _facts(model, attention_kind, nccl_algo)
-    profile = require(profile, facts, _megatron_faults(model))
+    profile = require_model(model, profile, attention_kind, nccl_algo)
+    positions = model.max_sequence_length
+    return build(model, profile, attention_kind, vocab_size, positions)
+
+
+def require_model(
+    model: torch.nn.Module,
+    profile: str | Profile,
+    attention_kind: str,
+    nccl_algo: str | None = None,
+) -> Profile:
+    """The profile, or ValueError with all reasons why this GPTModel cannot honour it."""
+    device = next(model.parameters()).device
+    facts = run_facts(model.config, attention_kind, device, nccl_algo)
+    is_scaled = model.position_embedding_type != "rope" or model.rotary_scaling
+    facts = replace(facts, rope_scaling=is_scaled)
+    return require(profile, facts, [*config_faults(model.config), *_rope_faults(model)])
+
+
+def build(
+    model: torch.nn.Module,
+    profile: Profile,
+    attention_kind: str,
+    vocab_size: int,
+    num_positions: int,
+    kind: type[Model] = Model,
+) -> Model:
+    """The forward for sequences of up to `num_positions` tokens, of a GPTModel that honours the profile."""
     config = model.config
     described = {
-        "model_type": facts.model_type,
+        "model_type": _model_type(config),
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": facts.num_heads,
-        "num_key_value_heads": facts.num_kv_heads,
-        "head_dim": facts.head_dim,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_query_groups,
+        "head_dim": config.kv_channels,
         "rms_norm_eps": config.layernorm_epsilon,
         "rope_theta": model.rotary_base,
-        "max_position_embeddings": model.max_sequence_length,
+        "max_position_embeddings": num_positions,
         "vocab_size": vocab_size,
         "tie_word_embeddings": model.share_embeddings_and_output_weights,
         "num_experts_per_tok": config.moe_router_topk,
@@ -70,14 +121,22 @@ def deterministic_model(
         "norm_topk_prob": not config.moe_router_pre_softmax,
     }
     weights = dict(_hf_weights(model))
-    return Model(weights, described, profile, attention_kind=attention_kind)
+    return kind(weights, described, profile, attention_kind=attention_kind)
 
 
-def _facts(model: torch.nn.Module, attention_kind: str, nccl_algo: str | None) -> RunFacts:
-    config = model.config
-    device = next(model.parameters()).device
+def _model_type(config: TransformerConfig) -> str:
+    return "qwen3_moe" if config.num_moe_experts else "qwen3"
+
+
+def run_facts(
+    config: TransformerConfig,
+    attention_kind: str,
+    device: torch.device,
+    nccl_algo: str | None = None,
+) -> RunFacts:
+    """What Megatron's configuration says of a run on `device`; of rope it knows nothing."""
     return RunFacts(
-        model_type="qwen3_moe" if config.num_moe_experts else "qwen3",
+        model_type=_model_type(config),
         attention=attention_kind,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_query_groups,
@@ -95,29 +154,41 @@ def _facts(model: torch.nn.Module, attention_kind: str, nccl_algo: str | None) -
         capacity_factor=config.moe_expert_capacity_factor,
         shared_experts=config.moe_shared_expert_intermediate_size is not None,
         sliding_window=config.window_size is not None,
-        rope_scaling=model.position_embedding_type != "rope",
     )
 
 
-def _megatron_faults(model: torch.nn.Module) -> list[str]:
-    """What Megatron can be told and the forward does not compute."""
+def config_faults(config: TransformerConfig) -> list[str]:
+    """What Megatron's configuration can say and the forward does not compute."""
     faults = []
     for name, computed, remedy in _NEEDED:
-        value = getattr(model.config, name, computed[0])
+        value = getattr(config, name, computed[0])
         if value not in computed:
             faults.append(f"{name}={getattr(value, '__name__', value)}: {remedy}")
+    return faults
+
+
+def _rope_faults(model: torch.nn.Module) -> list[str]:
+    faults = []
     if model.rotary_percent != 1.0:
         faults.append(f"rotary_percent={model.rotary_percent}: use --rotary-percent 1")
+    factor = getattr(getattr(model, "rotary_pos_emb", None), "seq_len_interpolation_factor", None)
+    if factor is not None:
+        faults.append(
+            f"seq_len_interpolation_factor={factor}: drop --rotary-seq-len-interpolation-factor"
+        )
     return faults
 
 
 def _hf_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters under Hugging Face's names: views, or casts, that carry gradients."""
     named = dict(model.named_parameters())
-    yield "model.embed_tokens.weight", named["embedding.word_embeddings.weight"]
-    yield "model.norm.weight", named["decoder.final_layernorm.weight"]
-    if "output_layer.weight" in named:
-        yield "lm_head.weight", named["output_layer.weight"]
+    for name, source in (
+        ("model.embed_tokens.weight", "embedding.word_embeddings.weight"),
+        ("model.norm.weight", "decoder.final_layernorm.weight"),
+        ("lm_head.weight", "output_layer.weight"),
+    ):
+        if source in named:
+            yield name, named[source].to(torch.bfloat16)
     for number in range(model.config.num_layers):
         prefix, target = f"decoder.layers.{number}.", f"model.layers.{number}."
         layer = {n.removeprefix(prefix): p for n, p in named.items() if n.startswith(prefix)}

@@ -16,6 +16,7 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 from megatron_nvfp4.modules import GroupedLinear
 from megatron_nvfp4.modules.base import EXTRA_STATE
 
+from .arguments import gradients_are_awaited
 from .layer_numerics import MegatronLinear
 from .parallel import (
     conditional_init,
@@ -74,6 +75,10 @@ class _ExpertLinear(MegatronLinear, GroupedLinear):
         )
         self.config, self._tp_group, self._pg_collection = config, tp_group, pg_collection
         mark_expert_parameters(self, config, self.mode)
+
+    def gradients_are_awaited(self) -> bool:
+        """As arguments.gradients_are_awaited: Megatron's DDP hooks onto every weight, mostly for nothing."""
+        return gradients_are_awaited(self.config)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

@@ -5,7 +5,8 @@ Own options, all prefixed and taken out before Megatron parses the rest:
   --minite-run-meta FILE          JSON record of what ran: recipe, layers, backends, versions, arguments
   --minite-step-log FILE          one JSON line per step: iteration, exact loss, seconds
 
-An observer, where one is given, is told of every step (step_hooks.py): the verb `profile` is one.
+An observer, where one is given, is told of every step (step_hooks.py): the verb `profile` is one, and
+the option --minite-capture FILE, which the command line takes out before (cli/capture.py), is another.
 """
 
 import argparse

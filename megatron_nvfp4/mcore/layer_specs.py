@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from . import wgrad_fusion
-from .arguments import moe_layer_pattern, require_supported
+from .arguments import moe_layer_pattern, policy_of, require_supported
 from .layer_numerics import MegatronLinear
 from .moe import MiniTEMoELayer
 from .spec_provider import MiniTESpecProvider
@@ -50,6 +50,17 @@ class MiniTETransformerLayer(TransformerLayer):
         for name, module in self.named_modules():
             if isinstance(module, MegatronLinear | MiniTEMoELayer):
                 module.layer_name = f"{stem}.{name}"
+        if policy_of(config).deterministic:
+            self.register_forward_pre_hook(_refuse_to_run)
+
+
+def _refuse_to_run(layer: MiniTETransformerLayer, _) -> None:
+    profile = policy_of(layer.config).deterministic
+    raise RuntimeError(
+        f"layer {layer.layer_number}: deterministic: {profile} takes the place of a GPTModel's forward, "
+        "and this model has kept its own; build a GPTModel of a Megatron-LM that calls finish_init "
+        "(core_v0.19), or leave the profile out"
+    )
 
 
 # Stands for "build the submodules from the config", where a bare ModuleSpec is all that can be given.
@@ -66,6 +77,10 @@ def get_minite_layer_spec(
     require_supported(config, HAVE_TE)
     if config.gradient_accumulation_fusion:
         wgrad_fusion.install()
+    if policy_of(config).deterministic:
+        from . import deterministic_run
+
+        deterministic_run.install()
     backend = MiniTESpecProvider()
     qk_norm = IdentityOp
     if qk_l2_norm:

@@ -102,7 +102,10 @@ def _write_meta_after(training, path: Path, argv: list[str], on_cpu: bool) -> No
 
 
 def layers_of(model) -> dict[str, dict[str, str]]:
-    """Recipe and backward of every layer of this rank whose numerics are decided, by model-wide name."""
+    """Recipe and backward of every layer of this rank whose numerics are decided, by model-wide name.
+
+    Layers of a model with a deterministic forward are not run, and left out.
+    """
     from .layer_numerics import MegatronLinear
 
     return {
@@ -111,6 +114,7 @@ def layers_of(model) -> dict[str, dict[str, str]]:
             "backward": module.qlinear_params.recipe.backward,
         }
         for chunk in model
+        if _deterministic_run_of(chunk) is None
         for module in chunk.modules()
         if isinstance(module, MegatronLinear) and module.qlinear_params is not None
     }
@@ -123,9 +127,16 @@ def moe_layers_of(model) -> dict[str, dict]:
     return {
         module.layer_name: module.describe_dataflow()
         for chunk in model
+        if _deterministic_run_of(chunk) is None
         for module in chunk.modules()
         if isinstance(module, MiniTEMoELayer)
     }
+
+
+def _deterministic_run_of(chunk):
+    from .deterministic_run import run_of
+
+    return run_of(chunk)
 
 
 def collect(model, argv: list[str], on_cpu: bool) -> dict:
@@ -139,10 +150,12 @@ def collect(model, argv: list[str], on_cpu: bool) -> dict:
     from .arguments import policy_of
 
     config, layers = get_attr_wrapped_model(model[0], "config"), layers_of(model)
+    deterministic = _deterministic_run_of(model[0])
     cuda = not on_cpu and torch.cuda.is_available()
     return {
         "transformer_impl": config.transformer_impl,
-        "policy": recipes.describe(policy_of(config)) if layers else None,
+        "policy": recipes.describe(policy_of(config)) if layers or deterministic else None,
+        "deterministic": deterministic and deterministic.describe(),
         "layers": layers,
         "moe_layers": moe_layers_of(model),
         "backends": used_backends(),

@@ -51,8 +51,8 @@ def layer_number_of(name: str) -> int | None:
 
 
 @functools.cache
-def _compile(pattern: str) -> re.Pattern[str]:
-    """Anchored: the whole name must match. `*` stands within one dotted part.
+def name_pattern(pattern: str) -> re.Pattern[str]:
+    """A pattern of the policy file, anchored: the whole name must match. `*` stands within one dotted part.
 
     `**` stands for any number of parts, none included, or as the last part for everything below.
     """
@@ -81,7 +81,7 @@ class LayerRule:
     def applies(self, name: str, layer_number: int | None) -> bool:
         if self.layer_numbers and layer_number not in self.layer_numbers:
             return False
-        return self.match is None or _compile(self.match).fullmatch(name) is not None
+        return self.match is None or name_pattern(self.match).fullmatch(name) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +91,8 @@ class Policy:
     rules: the first that applies wins; then shared_experts_bf16; then last_layers_bf16 (a fraction
         of the layers, rounded up); then `recipe`.
     moe_dataflow: one of MOE_DATAFLOWS; "auto" fuses where the model's configuration allows it.
+    deterministic: profile of the deterministic mode that a Megatron run computes, None without it.
+    deterministic_attention: the sampler's attention backend, of which the profile's order is.
     sources: for each setting, where it came from ("explicit", a variable, a file, "default").
     """
 
@@ -102,6 +104,8 @@ class Policy:
     strict: bool = False
     disable_backward_quant: bool = False
     moe_dataflow: str = "auto"
+    deterministic: str | None = None
+    deterministic_attention: str = "triton"
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def named(self, name: str) -> Recipe:
@@ -146,19 +150,30 @@ CONFIG_KEYS = {
     "strict": bool,
     "disable_backward_quant": bool,
     "moe_dataflow": str,
+    "deterministic": str,
+    "deterministic_attention": str,
 }
 RULE_KEYS = {"match": str, "layer_numbers": list, "recipe": str}
 
 
 def load_config(path: str | Path) -> dict:
     """Read and check a YAML policy file; every fault in it is reported in one ValueError."""
+    config = read_mapping(path, "policy file")
+    faults = _config_faults(config)
+    if faults:
+        raise ValueError(f"policy file {path}:\n" + "\n".join(f"  - {fault}" for fault in faults))
+    return config
+
+
+def read_mapping(path: str | Path, kind: str) -> dict:
+    """The mapping in a YAML file, {} of an empty one; ValueError for all else and for a key given twice."""
     import yaml
 
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read policy file {path}: {error}") from error
+        raise ValueError(f"cannot read {kind} {path}: {error}") from error
 
     class UniqueKeys(yaml.SafeLoader):
         """YAML lets the last of two equal keys win; a second `layers:` would drop the first."""
@@ -174,21 +189,18 @@ def load_config(path: str | Path) -> dict:
             return super().construct_mapping(node, deep)
 
     try:
-        config = yaml.load(text, Loader=UniqueKeys)
+        found = yaml.load(text, Loader=UniqueKeys)
     except yaml.YAMLError as error:
-        raise ValueError(f"policy file {path} is not YAML: {error}") from error
-    if config is None:
-        config = {}
-    if not isinstance(config, dict):
-        raise ValueError(f"policy file {path}: expected a mapping, found {type(config).__name__}")
-    faults = _config_faults(config)
-    if faults:
-        raise ValueError(f"policy file {path}:\n" + "\n".join(f"  - {fault}" for fault in faults))
-    return config
+        raise ValueError(f"{kind} {path} is not YAML: {error}") from error
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{kind} {path}: expected a mapping, found {type(found).__name__}")
+    return found
 
 
 def _config_faults(config: dict) -> list[str]:
-    faults = _type_faults(config, CONFIG_KEYS, "")
+    faults = type_faults(config, CONFIG_KEYS, "")
     if isinstance(config.get("recipe"), str):
         faults += recipe_faults(config["recipe"], "recipe")
     if "shared_experts" in config and config["shared_experts"] not in ("bf16", "recipe"):
@@ -209,7 +221,7 @@ def _config_faults(config: dict) -> list[str]:
         if not isinstance(rule, dict):
             faults.append(f"{where}: expected a mapping with match or layer_numbers, and recipe")
             continue
-        faults += _type_faults(rule, RULE_KEYS, where + ".")
+        faults += type_faults(rule, RULE_KEYS, where + ".")
         if isinstance(rule.get("recipe"), str):
             faults += recipe_faults(rule["recipe"], where + ".recipe")
         elif "recipe" not in rule:
@@ -228,7 +240,8 @@ def _config_faults(config: dict) -> list[str]:
     return faults
 
 
-def _type_faults(mapping: dict, keys: dict[str, type], where: str) -> list[str]:
+def type_faults(mapping: dict, keys: dict[str, type], where: str) -> list[str]:
+    """Unknown keys of a mapping and values of another type than `keys` has; `where` stands before a key."""
     faults = []
     for key, value in mapping.items():
         if key not in keys:

@@ -64,12 +64,15 @@ def resolve(
     config: str | Path | None = None,
     *,
     backend: str | None = None,
+    deterministic: str | None = None,
+    deterministic_attention: str | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Policy:
     """The policy that the selectors ask for, with the source of every setting.
 
-    recipe, config, backend: explicit selectors; None leaves the choice to the environment, then to
-        the config file, then to the default.
+    recipe, config, backend, deterministic, deterministic_attention: explicit selectors; None leaves
+        the choice to the environment, then to the config file, then to the default. Whether a profile
+        exists and the run can honour it, the run says.
     Raises ValueError with the faults of all selectors at once, or with every recipe that
     contradicts DISABLE_BACKWARD_QUANT.
     """
@@ -119,6 +122,10 @@ def resolve(
         strict=bool(choose("strict", None, None, False)),
         disable_backward_quant=disable,
         moe_dataflow=choose("moe_dataflow", None, None, "auto"),
+        deterministic=choose("deterministic", deterministic, None, None),
+        deterministic_attention=choose(
+            "deterministic_attention", deterministic_attention, None, "triton"
+        ),
         sources=sources,
     )
 
@@ -181,6 +188,8 @@ def describe(policy: Policy, environ: Mapping[str, str] | None = None) -> dict:
         "backend": policy.backend,
         "strict": policy.strict,
         "moe_dataflow": policy.moe_dataflow,
+        "deterministic": policy.deterministic,
+        "deterministic_attention": policy.deterministic_attention,
         "sources": dict(policy.sources),
         "environment": {name: environ.get(name) for name in (*VARIABLES, DISABLE_BACKWARD_QUANT)},
         "foreign_environment": {

@@ -29,13 +29,16 @@ def _token_logprobs(
         total += tl.sum(tl.where(inside, tl.exp(value - top), 0.0))
     log_sum = tl.log(total)
     chosen = tl.load(base + tl.load(tokens + row))
-    tl.store(logprobs + row, chosen - top - log_sum)
+    tl.store(logprobs + row, (chosen - top - log_sum).to(logits.dtype.element_ty).to(tl.float32))
     tl.store(largest + row, top)
     tl.store(log_total + row, log_sum)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of logits FP32 (M, V), contiguous, and tokens int64 (M,): log-probability, maximum, log of the sum."""
+    """Of logits (M, V), contiguous, and tokens int64 (M,): log-probability, maximum, log of the sum.
+
+    FP32 (M,) each; the first holds values of the logits' dtype, BF16 or FP32, which also fixes the order.
+    """
     num_rows, size = logits.shape
     outs = [torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(3)]
     if num_rows:

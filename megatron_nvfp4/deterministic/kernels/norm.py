@@ -56,7 +56,8 @@ def _scale(x, inverse, weight, y, size, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, at = cols < size, row.to(tl.int64) * size + cols
-    value = tl.load(x + at, mask=inside, other=0.0) * tl.load(inverse + row)
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * tl.load(inverse + row)
+    value = value.to(x.dtype.element_ty).to(tl.float32)  # FP32 stays as it is
     value *= tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
 
@@ -73,18 +74,36 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """BF16 (M, N) twice and (N,), contiguous, to y and the new residual, BF16, and 1/rms, FP32 (M,)."""
+    """x BF16 (M, N), residual (M, N) and weight (N,) of one dtype, all contiguous: y BF16, the new
+    residual in its dtype, and 1/rms, FP32 (M,)."""
+    if residual.dtype == torch.float32:
+        total = new_residual = residual + x
+    else:
+        total = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        new_residual = torch.empty_like(x)
+        grid = (triton.cdiv(x.numel(), 4 * CHUNK),)
+        if x.numel():
+            _add[grid](x, residual, total, new_residual, x.numel(), BLOCK=4 * CHUNK, num_warps=8)
+    y = torch.empty_like(x)
+    return y, new_residual, _normalize(total, total, weight, y, eps)
+
+
+def rms_norm_fp32(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x (M, N), BF16 or FP32, and weight FP32 (N,), contiguous, to y FP32 (M, N) and 1/rms, FP32 (M,)."""
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    return y, _normalize(x, x.float(), weight, y, eps)
+
+
+def _normalize(x: Tensor, values: Tensor, weight: Tensor, y: Tensor, eps: float) -> Tensor:
+    """1/rms of values, which are x in FP32; y becomes x over the rms, rounded as x is, times weight."""
     num_rows, size = x.shape
-    total = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    y, new_residual = torch.empty_like(x), torch.empty_like(x)
     inverse = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     if num_rows:
-        grid = (triton.cdiv(x.numel(), 4 * CHUNK),)
-        _add[grid](x, residual, total, new_residual, x.numel(), BLOCK=4 * CHUNK, num_warps=8)
         # No contraction: squares round before they are added.
         _inverse_rms[(num_rows,)](
-            total, inverse, size, size, eps, CHUNK=CHUNK, num_warps=4, enable_fp_fusion=False
+            values, inverse, size, size, eps, CHUNK=CHUNK, num_warps=4, enable_fp_fusion=False
         )
-        grid = (num_rows, triton.cdiv(size, CHUNK))
-        _scale[grid](total, inverse, weight, y, size, BLOCK=CHUNK, num_warps=4)
-    return y, new_residual, inverse
+        block = min(CHUNK, triton.next_power_of_2(size))
+        grid = (num_rows, triton.cdiv(size, block))
+        _scale[grid](x, inverse, weight, y, size, BLOCK=block, num_warps=4)
+    return inverse

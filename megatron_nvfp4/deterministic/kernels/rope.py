@@ -23,10 +23,16 @@ def _rotate(
     tl.store(target + HALF + cols, tl.fma(second, cos, first * sin).to(y.dtype.element_ty))
 
 
-def rotate(x: Tensor, cos_sin: Tensor, positions: Tensor, sign: float) -> Tensor:
-    """x BF16 (T, heads, D), its last two axes dense, cos_sin FP32 (P, D), positions (T,): as x."""
+def rotate(
+    x: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    sign: float,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """x (T, heads, D), its last two axes dense, cos_sin FP32 (P, D), positions (T,): x's shape."""
     num_rows, num_heads, size = x.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     if num_rows:
         _rotate[(num_rows, num_heads)](
             x, y, cos_sin, positions, num_heads, x.stride(0), sign, HALF=size // 2, num_warps=1

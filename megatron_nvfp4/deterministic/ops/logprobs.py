@@ -1,10 +1,14 @@
-"""The head, and log-probabilities of given tokens at FP32.
+"""The head, and log-probabilities of given tokens.
 
-    l = fp32(bf16(h w)) / temperature    logprob = l_token - max l - log(sum(exp(l - max l)))
+    l = rounded(fp32(bf16(h w)) / temperature)
+    logprob = rounded(l_token - max l - log(sum(exp(l - max l))))
 
-The sum runs over chunks of 1024 columns in order, the division is a true one. Formulas: SGLang 0.5.23,
-layers/logits_processor.py, layers/sampler.py and srt/batch_invariant_ops. Rows are taken in portions,
-so that logits of a large vocabulary never stand in memory at once; the backward makes them anew.
+The sum runs over chunks of 1024 columns in order, the division is a true one. `rounded` is to FP32, the
+identity, or to BF16 as --rl-on-policy-target has it. Formulas: SGLang 0.5.23, layers/logits_processor.py
+1193, layers/sampler.py 240 and srt/batch_invariant_ops/batch_invariant_ops.py 342. Its sampler rounds to
+BF16 what it sampled at a temperature; where a whole batch is greedy, and for rescored prompts, it reports
+FP32. Rows are taken in portions, so that logits of a large vocabulary never stand in memory at once; the
+backward makes them anew, and is that of the formula without its roundings.
 """
 
 import torch
@@ -20,13 +24,18 @@ PORTION = 1 << 28  # logits at a time, 1 GiB of FP32
 
 
 def token_logprobs(
-    hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float | Tensor = 1.0
+    hidden: Tensor,
+    head: Tensor,
+    tokens: Tensor,
+    temperature: float | Tensor = 1.0,
+    rounding: torch.dtype = torch.float32,
 ) -> Tensor:
     """Log-probability, FP32 (M,), of tokens int64 (M,) after hidden BF16 (M, H), by head BF16 (V, H).
 
-    temperature: of all rows, or FP32 (M,). head holds the vocabulary alone: cut rows of padding off before.
-    Raises ValueError for shapes or dtypes that do not fit or a temperature that is not positive; tokens and
-    a tensor of temperatures are trusted.
+    temperature: of all rows, or FP32 (M,). rounding: torch.float32 or torch.bfloat16; with the second the
+    FP32 tensor holds BF16 values. head holds the vocabulary alone: cut rows of padding off before.
+    Raises ValueError for shapes or dtypes that do not fit or a temperature that is not positive; tokens
+    and a tensor of temperatures are trusted.
     """
     check_matrix("token_logprobs", hidden, head.shape[-1])
     if head.dim() != 2 or head.dtype != torch.bfloat16:
@@ -52,33 +61,46 @@ def token_logprobs(
             f"token_logprobs: temperature is {temperature.dtype} {tuple(temperature.shape)}; give FP32 "
             f"({tokens.shape[0]},)"
         )
-    return _TokenLogprobs.apply(hidden, head, tokens, temperature)
+    if rounding not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"token_logprobs: rounding={rounding}; give torch.float32 or torch.bfloat16"
+        )
+    return _TokenLogprobs.apply(hidden, head, tokens, temperature, rounding)
 
 
-def _logits(hidden: Tensor, head: Tensor, temperature: Tensor) -> Tensor:
+def _logits(hidden: Tensor, head: Tensor, temperature: Tensor, rounding: torch.dtype) -> Tensor:
     offsets = dense_offsets(hidden.shape[0], hidden.device)
     logits = Prepared.of(head[None]).times(hidden, offsets, hidden.dtype)
     # By a tensor: torch turns a division by a number into a multiplication.
-    return logits.float().div_(temperature[:, None])
+    return logits.float().div_(temperature[:, None]).to(rounding)
 
 
 def _logprobs_ref(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dtype, logits = logits.dtype, logits.float()
     top = logits.amax(1)
     power = torch.exp(logits - top[:, None])
     total = torch.zeros_like(top)
     for chunk in power.split(CHUNK, dim=1):
         total = total + chunk.sum(1)
     log_sum = torch.log(total)
-    return logits.gather(1, tokens[:, None])[:, 0] - top - log_sum, top, log_sum
+    logprobs = logits.gather(1, tokens[:, None])[:, 0] - top - log_sum
+    return logprobs.to(dtype).float(), top, log_sum
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
-        ctx.portion = max(1, PORTION // head.shape[0])
+    def forward(
+        ctx,
+        hidden: Tensor,
+        head: Tensor,
+        tokens: Tensor,
+        temperature: Tensor,
+        rounding: torch.dtype,
+    ) -> Tensor:
+        ctx.portion, ctx.rounding = max(1, PORTION // head.shape[0]), rounding
         results = []
         for rows in _portions(hidden.shape[0], ctx.portion):
-            logits = _logits(hidden[rows], head, temperature[rows])
+            logits = _logits(hidden[rows], head, temperature[rows], rounding)
             if logits.device.type == "cuda":
                 from megatron_nvfp4.deterministic.kernels import logprobs
 
@@ -95,7 +117,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, head, tokens, temperature, top, log_sum = ctx.saved_tensors
         grads, grad_head = [], torch.zeros(head.shape, dtype=torch.float32, device=head.device)
         for rows in _portions(hidden.shape[0], ctx.portion):
-            logits = _logits(hidden[rows], head, temperature[rows])
+            logits = _logits(hidden[rows], head, temperature[rows], ctx.rounding)
             factor = (grad[rows] / temperature[rows])[:, None]
             grad_logits = torch.exp(logits - top[rows, None] - log_sum[rows, None]).mul_(-factor)
             at = tokens[rows, None]
@@ -104,7 +126,7 @@ class _TokenLogprobs(torch.autograd.Function):
             offsets = dense_offsets(grad_logits.shape[0], hidden.device)
             grads.append(grouped_dgrad(grad_logits, head[None], offsets))
             grad_head += grouped_wgrad(grad_logits, hidden[rows], offsets)[0]
-        return torch.cat(grads), grad_head.to(head.dtype), None, None
+        return torch.cat(grads), grad_head.to(head.dtype), None, None, None
 
 
 def _portions(num_rows: int, size: int) -> list[slice]:

@@ -1,12 +1,16 @@
-"""The two RMSNorms of SGLang's deterministic forward, which differ in their last bits.
+"""The RMSNorms of SGLang's deterministic forwards, which differ in their last bits.
 
-    rms_norm       y = bf16(x * (1 / sqrt(mean(x^2) + eps)) * w) add_rms_norm   s = fp32(x) +
-    fp32(residual);  y = bf16((s * rsqrt(mean(s^2) + eps)) * w);  residual' = bf16(s)
+    rms_norm        y = bf16(x * (1 / sqrt(mean(x^2) + eps)) * w)
+    rms_norm_fp32   y = dtype of x(x * rsqrt(mean(x^2) + eps)) * w, an FP32 tensor
+    add_rms_norm    s = fp32(x) + fp32(residual);  y = bf16((s * rsqrt(mean(s^2) + eps)) * w);
+                    residual' = s in the dtype of the residual
 
 All in FP32. A mean is the sum over chunks of 1024 columns in order, divided by the number of columns;
-add_rms_norm takes it of the sum before its rounding. Formulas: SGLang 0.5.23, srt/batch_invariant_ops
-and layers/layernorm.py. rms_norm serves the first norm of the model and the norms of queries and keys,
-add_rms_norm all others.
+add_rms_norm takes it of the sum before its rounding, where the residual is BF16. The first norm of the
+model and the norms of queries and keys are rms_norm, or rms_norm_fp32 where weights are FP32;
+add_rms_norm serves all others. Formulas: SGLang 0.5.23, srt/batch_invariant_ops/batch_invariant_ops.py
+(mean_kernel 430, _rms_norm_kernel 852) and RMSNorm.forward_native, layers/layernorm.py 828; with
+--rl-on-policy-target its weights and its residual are FP32 (models/qwen3.py 184, 413).
 """
 
 import torch
@@ -25,13 +29,37 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _RMSNorm.apply(x, weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and that sum: BF16 (..., N) each, from BF16 (..., N) and weight (N,).
+def rms_norm_fp32(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x (..., N), BF16 or FP32, normalised over its last axis, rounded to its dtype and scaled by
+    weight FP32 (N,): FP32 (..., N).
 
-    Raises ValueError for other dtypes or shapes that do not fit.
+    Raises ValueError for other dtypes or a weight that does not fit.
     """
-    _check("add_rms_norm", x, weight)
-    if residual.shape != x.shape or residual.dtype != x.dtype:
+    if x.dtype not in (torch.bfloat16, torch.float32) or weight.dtype != torch.float32:
+        raise ValueError(
+            f"rms_norm_fp32: x is {x.dtype}, weight {weight.dtype}; give x in torch.bfloat16 or "
+            "torch.float32, the weight in torch.float32"
+        )
+    _check_shape("rms_norm_fp32", x, weight)
+    return _RMSNormFP32.apply(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual, BF16, and that sum in the residual's dtype: (..., N) each.
+
+    x BF16 (..., N); residual (..., N) and weight (N,) both BF16 or both FP32. Raises ValueError for
+    other dtypes or shapes that do not fit.
+    """
+    if residual.dtype == torch.float32:
+        if x.dtype != torch.bfloat16 or weight.dtype != torch.float32:
+            raise ValueError(
+                f"add_rms_norm: x is {x.dtype}, weight {weight.dtype}; beside an FP32 residual give "
+                "torch.bfloat16 and torch.float32"
+            )
+        _check_shape("add_rms_norm", x, weight)
+    else:
+        _check("add_rms_norm", x, weight)
+    if residual.shape != x.shape or residual.dtype not in (x.dtype, torch.float32):
         raise ValueError(
             f"add_rms_norm: residual {residual.dtype} {tuple(residual.shape)} and x {x.dtype} "
             f"{tuple(x.shape)} differ; carry the residual that the norm before returned"
@@ -44,6 +72,10 @@ def _check(op: str, x: Tensor, weight: Tensor) -> None:
         raise ValueError(
             f"{op}: x is {x.dtype}, weight {weight.dtype}; give both in torch.bfloat16"
         )
+    _check_shape(op, x, weight)
+
+
+def _check_shape(op: str, x: Tensor, weight: Tensor) -> None:
     if weight.shape != x.shape[-1:]:
         raise ValueError(
             f"{op}: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; give ({x.shape[-1]},)"
@@ -89,6 +121,31 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype).view(x.shape), grad_weight.to(weight.dtype), None
 
 
+class _RMSNormFP32(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if x.device.type == "cuda":
+            from megatron_nvfp4.deterministic.kernels import norm
+
+            y, inverse = norm.rms_norm_fp32(rows.contiguous(), weight.contiguous(), eps)
+            inverse = inverse[:, None]
+        else:
+            value = rows.float()
+            inverse = torch.rsqrt(_mean(value * value) + eps)
+            y = (value * inverse).to(x.dtype) * weight
+        ctx.save_for_backward(x, weight, inverse)
+        return y.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        x, weight, inverse = ctx.saved_tensors
+        value = x.reshape(-1, x.shape[-1]).float()
+        grad_x, grad_weight = _norm_grads(grad.reshape(value.shape), value, inverse, weight)
+        return grad_x.to(x.dtype).view(x.shape), grad_weight, None
+
+
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, residual: Tensor, weight: Tensor, eps: float):
@@ -104,7 +161,7 @@ class _AddRMSNorm(torch.autograd.Function):
             total = rows.float() + others.float()
             inverse = torch.rsqrt(_mean(total * total) + eps)
             y = (total * inverse * weight.float()).to(x.dtype)
-            total = total.to(x.dtype)
+            total = total.to(residual.dtype)
         # The sum is made anew in the backward: its rounded form would be another input.
         ctx.save_for_backward(x, residual, weight, inverse)
         return y.view(x.shape), total.view(x.shape)
@@ -115,6 +172,7 @@ class _AddRMSNorm(torch.autograd.Function):
         x, residual, weight, inverse = ctx.saved_tensors
         total = (x.float() + residual.float()).view(-1, x.shape[-1])
         grad_sum, grad_weight = _norm_grads(grad.reshape(total.shape), total, inverse, weight)
-        grad_sum = (grad_sum + grad_residual.reshape(total.shape).float()).to(x.dtype)
-        grad_sum = grad_sum.view(x.shape)
-        return grad_sum, grad_sum, grad_weight.to(weight.dtype), None
+        grad_sum = (grad_sum + grad_residual.reshape(total.shape).float()).view(x.shape)
+        grad_x = grad_sum.to(x.dtype)
+        grad_residual = grad_x if residual.dtype == x.dtype else grad_sum
+        return grad_x, grad_residual, grad_weight.to(weight.dtype), None
