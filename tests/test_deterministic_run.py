@@ -1,30 +1,24 @@
-"""`deterministic: PROFILE`: Megatron's own call and its training compute the profile's numbers.
+"""`deterministic: PROFILE`: Megatron's own call computes the profile's numbers.
 
 Every `check_*` runs in a child process (megatron_runs.py); its docstring says what it prevents.
 """
 
-import json
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from deterministic_sequences import PROMPTS, RESPONSES, packed_sequences, padded
 from megatron_runs import (
-    MINITE,
-    MOE,
     Outcomes,
     World,
     every_check,
     require_megatron,
     run_world,
-    train,
 )
 
 require_megatron()
 PROFILE = "sglang_det_bf16"
 SIZES = {"kv_channels": 64, "moe_aux_loss_coeff": 0.0}
-# Sequences whose rows behind the 32nd add in another order when they are decoded.
-PROMPTS = [list(range(1, 6)), list(range(40, 51)), [9]]
-RESPONSES = [list(range(60, 116)), list(range(100, 103)), list(range(200, 240))]
 
 
 def _policy(**changes):
@@ -61,44 +55,6 @@ def _expected(model, temperature: float = 1.0):
     return torch.cat(forward.logprobs(PROMPTS, RESPONSES, temperature))
 
 
-def _padded():
-    """(tokens, labels) of the sequences, (3, 64), behind their ends padding that is no token of theirs."""
-    import torch
-
-    tokens, labels = torch.full((3, 64), 7), torch.full((3, 64), -100)
-    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
-        sequence = torch.tensor([*prompt, *response])
-        tokens[row, : len(sequence) - 1] = sequence[:-1]
-        labels[row, len(prompt) - 1 : len(sequence) - 1] = sequence[len(prompt) :]
-    return tokens, labels
-
-
-def _packed():
-    """(tokens, labels, PackedSeqParams): gaps between sequences, an empty one, rows behind the last."""
-    import torch
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    tokens, labels = _padded()
-    ends, starts = [0], [0]
-    flat, targets = [], []
-    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
-        length = len(prompt) + len(response) - 1
-        stop = length + 3
-        flat.append(torch.nn.functional.pad(tokens[row, :length], (0, 3), value=3))
-        targets.append(torch.nn.functional.pad(labels[row, :length], (0, 3), value=-100))
-        ends.append(ends[-1] + length)
-        starts.append(starts[-1] + stop)
-    flat.append(torch.full((5,), 3))
-    targets.append(torch.full((5,), -100))
-    # An empty sequence at the end, as fixed-size lists of boundaries have.
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=torch.tensor([*ends, ends[-1]], dtype=torch.int32),
-        cu_seqlens_q_padded=torch.tensor([*starts, starts[-1]], dtype=torch.int32),
-    )
-    return torch.cat(flat)[None], torch.cat(targets)[None], packed
-
-
 def _losses(model, packed: bool = False, temperature: float = 1.0, decoded: bool = True):
     """Losses (B, S) of the call that frameworks make, and where the responses are."""
     from megatron_nvfp4.mcore.deterministic_run import sampled
@@ -106,10 +62,10 @@ def _losses(model, packed: bool = False, temperature: float = 1.0, decoded: bool
     prompts = [len(prompt) for prompt in PROMPTS] if decoded else []
     with sampled(prompts, temperature):
         if packed:
-            tokens, labels, params = _packed()
+            tokens, labels, params = packed_sequences()
             losses = model(tokens, None, None, labels=labels, packed_seq_params=params)
         else:
-            tokens, labels = _padded()
+            tokens, labels = padded()
             losses = model(tokens, None, None, labels=labels)
     assert losses.shape == labels.shape
     return losses, labels >= 0
@@ -145,7 +101,7 @@ def check_decoded_rows_are_told(folder: Path) -> None:
 
 
 def scored_packed():
-    return _packed()[1] >= 0
+    return packed_sequences()[1] >= 0
 
 
 def check_fa3_needs_no_prompt_lengths(folder: Path) -> None:
@@ -165,13 +121,13 @@ def check_logits_are_those_of_the_losses(folder: Path) -> None:
 
     model = _model()
     model.forward.vocab_size = 250
-    tokens, labels = _padded()
+    tokens, labels = padded()
     logits = model(tokens, None, None)
     assert (logits.shape, logits.dtype) == ((3, 64, 250), torch.bfloat16)
     scored = labels >= 0
     expected, *_ = _logprobs_ref(logits[scored].float(), labels[scored])
     assert torch.equal(-_losses(model, decoded=False)[0][scored], expected)
-    packed_tokens, packed_labels, packed = _packed()
+    packed_tokens, packed_labels, packed = packed_sequences()
     found = model(packed_tokens, None, None, packed_seq_params=packed)
     assert torch.equal(found[packed_labels >= 0], logits[scored])
     assert not found[0, -5:].any()
@@ -365,7 +321,7 @@ def check_a_model_that_keeps_its_forward_is_refused(folder: Path) -> None:
     model = _model()
     del model.forward
     mask = torch.ones(1, 1, 64, 64, dtype=torch.bool).triu(1)
-    tokens, labels = _padded()
+    tokens, labels = padded()
     with pytest.raises(RuntimeError, match=f"layer 1: deterministic: {PROFILE} takes the place"):
         model(tokens, torch.arange(64)[None], mask, labels=labels)
 
@@ -521,132 +477,6 @@ def outcomes(tmp_path_factory) -> Outcomes:
 @every_check(WORLDS)
 def test_in_child_processes(outcomes, world, check):
     outcomes.require(world, check)
-
-
-# The same training around the forward that is called by hand.
-LOOP = """
-import sys
-from functools import partial
-from megatron_nvfp4.mcore import launcher
-launcher._prepare("loop", sys.argv[1:], None)
-from megatron_nvfp4.deterministic.ops.attention import PackedBatch
-from megatron_nvfp4.deterministic.ops.logprobs import token_logprobs
-from megatron_nvfp4.mcore import pretrain_gpt
-from megatron_nvfp4.mcore.deterministic_forward import deterministic_model
-
-def forward_step(data_iterator, model):
-    batch = pretrain_gpt.get_batch(data_iterator, None)
-    tokens, labels = batch["tokens"], batch["labels"]
-    lengths = [tokens.shape[1]] * tokens.shape[0]
-    forward = deterministic_model(model, "sglang_det_bf16", vocab_size=255)
-    hidden = forward.hidden(tokens.flatten(), PackedBatch.of(lengths, lengths, tokens.device))
-    losses = -token_logprobs(hidden, forward.head, labels.flatten()).view_as(labels)
-    return losses, partial(pretrain_gpt.loss_func, batch["loss_mask"])
-
-pretrain_gpt.forward_step = forward_step
-pretrain_gpt.main()
-"""
-# What counts preparations of the weights.
-COUNTED = """
-import sys
-from megatron_nvfp4.mcore import launcher
-launcher._prepare("counted", sys.argv[1:], None)
-from megatron_nvfp4.mcore import deterministic_run, pretrain_gpt
-
-counted = []
-build = deterministic_run.build
-deterministic_run.build = lambda *args: counted.append(args) or build(*args)
-pretrain_gpt.main()
-print("prepared", len(counted), "times")
-"""
-HEADS = ("--kv-channels", "64")
-FULL = (
-    "--recompute-granularity",
-    "full",
-    "--recompute-method",
-    "uniform",
-    "--recompute-num-layers",
-    "1",
-)
-
-
-def test_training(tmp_path):
-    # Prevents: a run that trains on Megatron's numbers, on stale weights, or otherwise the second time.
-    flag = ("--minite-deterministic", PROFILE)
-    first = train(tmp_path / "flag", *HEADS, *MINITE, *flag, steps=3)
-    policy = tmp_path / "policy.yaml"
-    policy.write_text(f"deterministic: {PROFILE}\ndeterministic_attention: triton\n")
-    arguments = (*HEADS, *MINITE, "--minite-config", policy, *FULL)
-    again = train(tmp_path / "file", *arguments, steps=3, program=("-c", COUNTED))
-    assert "prepared 3 times" in again.outputs[0]  # of two microbatches a step
-    arguments = (*HEADS, *MINITE, "--minite-recipe", "bf16")
-    loop = train(tmp_path / "loop", *arguments, steps=3, program=("-c", LOOP))
-    ordinary = train(tmp_path / "ordinary", *arguments, steps=3)
-    assert first.losses == again.losses == loop.losses
-    assert first.grad_norms == again.grad_norms == loop.grad_norms
-    assert len(set(first.losses)) == 3
-    assert first.losses != ordinary.losses
-    assert first.losses == pytest.approx(ordinary.losses, abs=0.01)
-    assert first.meta["deterministic"] == {
-        "profile": PROFILE,
-        "attention": "triton",
-        "dense": ["bf16", "bf16"],
-        "experts": ["bf16", "bf16"],
-        "vocab_size": 255,
-        "recompute": False,
-    }
-    assert again.meta["deterministic"]["recompute"] is True
-    assert first.meta["policy"]["deterministic"] == PROFILE
-    assert first.meta["policy"]["sources"]["deterministic"] == "explicit"
-    assert first.meta["layers"] == first.meta["moe_layers"] == {}
-    assert ordinary.meta["deterministic"] is None
-
-
-def test_training_of_experts_on_two_ranks(tmp_path):
-    # Prevents: gradients that Megatron's DDP or distributed optimizer never gets, or waits for.
-    arguments = (*HEADS, *MINITE, *MOE, "--moe-aux-loss-coeff", "0")
-    more = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--global-batch-size", "8")
-    flag = ("--minite-deterministic", PROFILE)
-    plain = train(tmp_path / "plain", *arguments, *more, *flag, steps=3, num_ranks=2)
-    loop = train(
-        tmp_path / "loop",
-        *arguments,
-        *more,
-        *("--minite-recipe", "bf16"),
-        steps=3,
-        num_ranks=2,
-        program=("-c", LOOP),
-    )
-    assert plain.losses == loop.losses
-    assert plain.grad_norms == loop.grad_norms
-    assert len(set(plain.losses)) == 3
-
-
-def test_refusals_of_a_run(tmp_path):
-    # Prevents: reasons that only Megatron's own arguments hold being found after those of the model.
-    from megatron_runs import MODEL, PRETRAIN, run_ranks
-
-    arguments = (*HEADS, *MINITE, "--minite-deterministic", PROFILE, "--train-iters", "1")
-    more = ("--rotary-percent", "0.5", "--reset-position-ids", "--hidden-dropout", "0.1")
-    more += ("--vocab-size", "300", "--padded-vocab-size", "256")
-    (output,) = run_ranks((*PRETRAIN, *MODEL, *arguments, *more), check=False)
-    for words in (
-        "rotary_percent=0.5",
-        "reset_position_ids=True",
-        "hidden_dropout=0.1",
-        "--vocab-size 300",
-    ):
-        assert words in output, output[-3000:]
-
-
-def test_the_policy_keeps_what_was_asked():
-    # Prevents: a file's profile that its flag does not override, or one that a sampler would resolve.
-    from megatron_nvfp4.recipes import describe, resolve
-
-    policy = resolve(environ={}, deterministic="a", deterministic_attention="fa3")
-    described = json.loads(json.dumps(describe(policy, {})))
-    assert (described["deterministic"], described["deterministic_attention"]) == ("a", "fa3")
-    assert policy.recipe == resolve(environ={}).recipe
 
 
 if __name__ == "__main__":
