@@ -1,6 +1,9 @@
 """Responses for the tests of `diagnose`, and the same ones as each framework would have dumped them."""
 
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,6 +64,17 @@ def of_gaps(*parts: tuple[list[float], list[float]], step: int = 0) -> Responses
 def with_prompt(response: Response, num: int = 3) -> list[int]:
     """Token ids of prompt and response."""
     return [*range(num), *response.tokens.tolist()]
+
+
+@contextmanager
+def no_room() -> Iterator[None]:
+    """No file can grow beyond 100 bytes, as on a disk that is full: writes fail with OSError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # --- what the sliders must show -------------------------------------------------------------------

@@ -163,12 +163,11 @@ def test_operands_are_those_that_ran(tmp_path):
     dump = Dump(captured(tmp_path, Model(), batch()))
     by_name = {(e.module, e.what): e for e in dump.entries}
     fc1 = "decoder.layers.0.mlp.experts.linear_fc1"
-    x = dump.tensor(by_name[fc1, "input"].key)
+    x = dump.load(by_name[fc1, "input"])
     again = quantize(x, TOKEN)
-    assert torch.equal(dump.tensor(by_name[fc1, "input.codes"].key), again.codes)
-    table = by_name[fc1, "input"].rows
-    token, expert = (dump.tensor(f"rows/{table}.{part}") for part in ("token", "expert"))
-    mlp = dump.tensor(by_name["decoder.layers.0.mlp", "input"].key)
+    assert torch.equal(dump.load(by_name[fc1, "input.codes"]), again.codes)
+    token, expert = (dump.rows(by_name[fc1, "input"], part) for part in ("token", "expert"))
+    mlp = dump.load(by_name["decoder.layers.0.mlp", "input"])
     batch_first = mlp.transpose(0, 1).reshape(-1, mlp.shape[2])
     assert torch.equal(x, batch_first[token])
     assert torch.equal(expert, expert.sort().values)
@@ -191,11 +190,11 @@ def test_gradients_of_the_fused_dataflow(tmp_path):
     stem = "decoder.layers.2.mlp.experts"
     by_name = {(e.module, e.what): e for e in dump.entries}
     entry = by_name[f"{stem}.linear_fc2", "output.grad"]
-    token = dump.tensor(f"rows/{entry.rows}.token")
-    whole = dump.tensor(by_name[stem, "output.grad"].key)  # position by position
+    token = dump.rows(entry, "token")
+    whole = dump.load(by_name[stem, "output.grad"])  # position by position
     whole = whole.view(-1, 2, whole.shape[1]).transpose(0, 1).reshape(whole.shape)
     assert whole.any()
-    assert torch.equal(dump.tensor(entry.key), whole[token])
+    assert torch.equal(dump.load(entry), whole[token])
     shapes = [by_name[f"{stem}.linear_fc1", what].shape for what in ("output", "output.grad")]
     assert shapes[0] == shapes[1]
 
@@ -218,11 +217,13 @@ def test_microbatches_and_recomputation(tmp_path):
         ("decoder.layers.1.mlp.experts.linear_fc1", "input.codes"),
     ):
         for instance in (0, 1):
-            keys = [
-                next(e.key for e in d.entries if (e.module, e.what, e.instance) == (module, what, instance))
+            values = [
+                d.load(e)
                 for d in (plain, again)
-            ]  # fmt: skip
-            assert torch.equal(plain.tensor(keys[0]), again.tensor(keys[1])), (module, instance)
+                for e in d.entries
+                if (e.module, e.what, e.instance) == (module, what, instance)
+            ]
+            assert torch.equal(*values), (module, instance)
 
 
 def test_names_are_those_of_the_whole_model():

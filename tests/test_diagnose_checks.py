@@ -30,6 +30,7 @@ def test_sound_responses_pass_every_check():
     assert {name: each.status for name, each in found.items()} == {
         "lengths": "passed",
         "log-probs": "passed",
+        "advantages": "passed",
         "alignment": "passed",
         "renormalisation": "passed",
         "weight versions": "passed",

@@ -59,7 +59,7 @@ def test_failed_checks_are_one(tmp_path, capsys):
         (["{sound}", "--tau-ana", "0.5"], "tau_ana=0.5 is not below 0"),
         (["{sound}", "--tis-cap", "0"], "tis_cap=0.0 is not above 0"),
         (["{sound}", "--window", "0"], "window=0 is not at least 1"),
-        (["{sound}", "--html", "absent/page.html"], "No such file or directory"),
+        (["{sound}", "--html", "absent/page.html"], "--html absent/page.html: there is no folder"),
     ],
 )
 def test_wrong_use_is_two_and_one_line(sound, capsys, arguments, message):

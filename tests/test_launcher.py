@@ -278,6 +278,24 @@ def test_absent_gpu_is_said():
     assert "torch sees no GPU" in output
 
 
+def test_help_names_the_launchers_options():
+    # Prevents: options that only the documentation knows, as Megatron's parser never sees them.
+    (output,) = run_ranks((*PRETRAIN, "--help"))
+    own, _, megatrons = output.partition("usage: python -m megatron_nvfp4 pretrain [-h]")
+    for option in ("--minite-device", "--minite-run-meta", "--minite-step-log", "--minite-capture"):
+        assert option in own, option
+        assert option not in megatrons, option
+    assert "--minite-recipe" in megatrons
+
+
+def test_a_capture_is_refused_where_nothing_reads_it():
+    # Prevents: a run that captures nothing, as the option was given to the function and not to the command.
+    from megatron_nvfp4.mcore.launcher import pretrain
+
+    with pytest.raises(ValueError, match=r"--minite-capture c\.yaml: is an option of"):
+        pretrain(["--minite-capture", "c.yaml"])
+
+
 # --- run, patched trees, local ----------------------------------------------------------------------------
 
 

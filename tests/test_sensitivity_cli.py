@@ -5,6 +5,7 @@ import json
 import math
 import sys
 
+import diagnose_cases
 import pytest
 import sensitivity_cases as cases
 import torch
@@ -89,6 +90,18 @@ def test_a_sweep_that_was_cut_off_goes_on(folder, text, tmp_path, capsys, monkey
     assert capsys.readouterr().err.count("from before") == 3
 
 
+def test_a_sweep_that_was_cut_off_before_its_settings_goes_on(folder, text, tmp_path, capsys):
+    # Prevents: an --out that no run takes any more, after one that was killed at once.
+    out = tmp_path / "out"
+    for name in ("rows", "errors"):
+        (out / name).mkdir(parents=True)
+    (out / ".partial-settings.json").write_text("{")
+    assert sweep(folder, text, out, "--recipes", "mxfp8") == 0
+    (out / "settings.json").write_text("[]")
+    assert sweep(folder, text, out, "--recipes", "mxfp8") == 2
+    assert "settings.json: holds no settings of a sweep; remove" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("change", ["text", "exclude", "weights"])
 def test_rows_of_other_runs_are_not_mixed(folder, text, tmp_path, capsys, change):
     # Prevents: a table whose rows are of two texts or two models.
@@ -171,6 +184,11 @@ def test_ids_are_cut_into_sequences(tmp_path):
         ("a.json", b"[1, 2.5]", "is no list of token ids"),
         ("a.json", b"[[1, 2], [3]]", "sequence 1 has 1 tokens"),
         ("a.json", b"[]", "is no list of token ids"),
+        ("a.json", b'[""]', "is no list of token ids"),
+        ("a.json", b'["ab"]', "is no list of token ids"),
+        ("a.json", str([1, 10**30]).encode(), "is no list of token ids"),
+        ("a.json", b"[1" + b"0" * 5000, "is no JSON"),
+        ("a.json", b"[" * 100_000, "is no JSON"),
         ("a.txt", b"words", "tokenizer.json: is not there"),
         ("a.txt", b"\xff\xfe", "is no UTF-8 text"),
     ],
@@ -179,6 +197,12 @@ def test_files_that_are_no_text_are_refused(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_segments(tmp_path / name, tmp_path, 10, 2)
+
+
+def test_a_folder_is_no_text(tmp_path):
+    # Prevents: an error of the file system without the option and a remedy.
+    with pytest.raises(ValueError, match=r"--text .*: is a folder; give a file with text"):
+        read_segments(tmp_path, tmp_path, 10, 2)
 
 
 def test_text_is_tokenised_by_the_models_tokenizer(tmp_path, monkeypatch):
@@ -253,3 +277,33 @@ def test_one_recipe_twice_has_no_gap(folder, text, tmp_path, capsys):
     assert (gap["max"], gap["top1_flips"]) == (0, 0)
     assert forced(folder, text, tmp_path / "gap.npz", "mxfp8", "mxfp8") == 2
     assert "gap.npz: give a name that ends in .pt" in capsys.readouterr().err
+
+
+def test_outputs_are_checked_before_the_model_runs(folder, text, tmp_path, capsys, monkeypatch):
+    # Prevents: a checkpoint or a text replaced by the result, or minutes spent for a name that cannot be.
+    monkeypatch.setattr(sensitivity, "measure", None)
+    out = tmp_path / "gap.pt"
+    weights = folder / "model.safetensors"
+    held = weights.read_bytes()
+    for target, options, message in (
+        (weights, (), "model.safetensors: is an input, which it would replace"),
+        (out, ("--json", text), "ids.json: is an input"),
+        (out, ("--json", out), f"--json {out}: is the output of --out, too"),
+        (tmp_path / "absent" / "gap.pt", (), "there is no folder"),
+    ):
+        assert forced(folder, text, target, "mxfp8", "mxfp8", *options) == 2
+        assert message in capsys.readouterr().err
+    assert weights.read_bytes() == held
+    words = ("context-swap", folder, "--text", text, "--json", text)
+    assert main([*map(str, words)]) == 2
+    assert "--json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", ["pt", "safetensors"])
+def test_a_full_disk_is_two_and_named(folder, text, tmp_path, capsys, ending):
+    # Prevents: a traceback of safetensors, or words of torch's zip writer, behind the whole run.
+    with diagnose_cases.no_room():
+        assert forced(folder, text, tmp_path / f"gap.{ending}", "mxfp8", "mxfp8") == 2
+    said = capsys.readouterr().err
+    assert f"gap.{ending}: could not be written (File too large); make room" in said
+    assert not list(tmp_path.glob("*gap*"))

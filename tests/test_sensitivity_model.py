@@ -93,6 +93,7 @@ def test_logits_are_made_in_parts_without_a_difference(tmp_path, monkeypatch):
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not computed"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not computed"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not computed"),
+        ("llama", {"intermediate_size": 100}, r"0\.mlp\.linear_fc2: K=100 is not a multiple of 8"),
     ],
 )
 def test_what_is_not_computed_is_refused(tmp_path, name, changes, message):
@@ -120,7 +121,17 @@ def test_tokens_that_cannot_be_scored_are_refused(tmp_path, tokens, message):
 def test_a_log_prob_that_is_no_number_is_refused(tmp_path):
     # Prevents: NaN in a table, where it compares false with everything.
     weights = cases.weights_of(cases.CONFIGS["llama"])
-    weights["model.norm.weight"][3] = float("nan")
+    weights["model.norm.weight"][:] = 3e38  # finite, but not what comes of it
     model = cases.decoder(cases.write(tmp_path / "hf", weights=weights))
     with pytest.raises(RuntimeError, match="a log-probability is not finite"):
         model.scores(torch.tensor(cases.ids(20)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_is_refused(tmp_path, value):
+    # Prevents: finite losses of a model whose NaN a quantised product turned into numbers.
+    weights = cases.weights_of(cases.CONFIGS["llama"])
+    weights["model.layers.1.mlp.down_proj.weight"][2, 3] = value
+    folder = cases.write(tmp_path / "hf", weights=weights)
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.linear_fc2\.weight holds 1 values"):
+        cases.decoder(folder)

@@ -16,8 +16,8 @@ def compare(
     """Print the first difference of two dumps; 0 where there is none, else 1.
 
     left, right: a capture (--minite-capture), SGLang's tensor dump, or a file of deterministic.capture.
-    html, json_file: also written there. common: what one side lacks is no difference. replay: also run
-    captured inputs through captured weights.
+    html, json_file: also written there. common: what one side lacks, or cannot be compared, is no
+    difference. replay: also run captured inputs through captured weights.
     ValueError where they are no dumps or have nothing in common, FileNotFoundError where one is missing.
     """
     from megatron_nvfp4.diagnostics import compare_replay, compare_report
@@ -25,8 +25,10 @@ def compare(
     from megatron_nvfp4.diagnostics.compare_html import page
     from megatron_nvfp4.diagnostics.compare_sides import read_side
 
-    from .whole_file import write_whole
+    from .whole_file import check_outputs, write_whole
 
+    outputs = {"--html": html, "--json": json_file}
+    check_outputs({name: path and Path(path) for name, path in outputs.items()}, [left, right])
     comparison = compare_sides(*(read_side(path, _megatron_name) for path in (left, right)))
     replays, reasons = compare_replay.replay(comparison, _product) if replay else ([], {})
     for line in compare_report.text(comparison, replays, reasons, common):

@@ -28,7 +28,13 @@ def open_decoder(folder: Path, device: str = "cpu", dtype: Any = None) -> Any:
     options["qlinear_params"] = QLinearParams(recipe=RECIPES["bf16"])
 
     def read(key: str) -> torch.Tensor:
-        return model.read(by_key[key]).to(device, dtype)
+        weight = model.read(by_key[key])
+        num_bad = int((~torch.isfinite(weight)).sum())
+        if num_bad:
+            raise ValueError(
+                f"{folder}: {key} holds {num_bad} values that are NaN or infinite; take a sound checkpoint"
+            )
+        return weight.to(device, dtype)
 
     def build(name: str, weights: list, bias: Any) -> torch.nn.Module:
         num_rows, num_cols = weights[0].shape

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TextIO
@@ -9,6 +10,8 @@ from typing import TextIO
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's own arguments."""
+    # Words that argparse takes for negative numbers, not for options: -1e-3 and -inf, too.
+    parser._negative_number_matcher = re.compile(r"-[.\d]|-inf")
     parser.add_argument(
         "paths",
         nargs="+",
@@ -42,10 +45,10 @@ def main(options: argparse.Namespace) -> int:
     terminal on standard error. ValueError and OSError for options and files that cannot be used.
     """
     from megatron_nvfp4.diagnostics.mismatch import Settings
-    from megatron_nvfp4.diagnostics.readers import read
+    from megatron_nvfp4.diagnostics.readers import files, read
     from megatron_nvfp4.diagnostics.report import diagnose
 
-    from .whole_file import write_whole
+    from .whole_file import check_outputs, write_whole
 
     settings = Settings(
         tau_ana=_tau(options.tau_ana),
@@ -53,6 +56,7 @@ def main(options: argparse.Namespace) -> int:
         tis_cap=options.tis_cap,
         seed=options.seed,
     )
+    check_outputs({"--json": options.json, "--html": options.html}, files(options.paths))
     diagnosis, gaps = diagnose(read(options.paths), settings)
     text = json.dumps(diagnosis, indent=2, allow_nan=False)
     if options.html:

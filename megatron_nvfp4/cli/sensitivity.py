@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_nvfp4.cli.whole_file import whole_file, write_whole
+from megatron_nvfp4.cli.whole_file import check_outputs, whole_file, write_whole
 
 VERBS = {
     "sensitivity": "say what each recipe costs a checkpoint on a text",
@@ -110,6 +110,11 @@ def _open(options: argparse.Namespace) -> tuple[Any, list]:
     return model, segments
 
 
+def _inputs(options: argparse.Namespace) -> list[Path]:
+    """The files that a verb reads."""
+    return [options.text, *options.model.glob("*")]
+
+
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -195,16 +200,21 @@ def _claim(out: Path, settings: dict[str, Any]) -> None:
     path = out / "settings.json"
     if path.exists():
         held = _read(path)
+        if not isinstance(held, dict):
+            raise ValueError(
+                f"{path}: holds no settings of a sweep; remove {out}, or choose another"
+            )
         differ = [name for name in settings if held.get(name) != settings[name]]
         if differ:
             raise ValueError(
                 f"{out}: holds a sweep with other {', '.join(differ)}; choose another --out, or remove it"
             )
         return
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    # What a run that was killed before this file leaves: folders, and the file's beginning.
+    held = (each for each in out.rglob("*") if not each.is_dir())
+    if out.exists() and (not out.is_dir() or any(x.name != ".partial-settings.json" for x in held)):
         raise ValueError(f"{out}: is no folder of a sweep and not empty; choose another --out")
-    for name in ("rows", "errors"):
-        (out / name).mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(settings) + "\n")
 
 
@@ -249,6 +259,7 @@ def swap(options: argparse.Namespace) -> int:
     recipes = choose_recipes(options.recipes or [DEFAULT_RECIPE])
     if not recipes:
         raise ValueError("--recipes bf16: nothing is quantised; name a recipe that quantises")
+    check_outputs({"--json": options.json}, _inputs(options))
     model, segments = _open(options)
     found = context_swap(
         model,
@@ -314,6 +325,7 @@ def forced(options: argparse.Namespace) -> int:
     sides = {side: get_recipe(getattr(options, side)).name for side in ("sampler", "learner")}
     if options.out.suffix not in (".pt", ".safetensors"):
         raise ValueError(f"--out {options.out}: give a name that ends in .pt or .safetensors")
+    check_outputs({"--out": options.out, "--json": options.json}, _inputs(options))
     model, segments = _open(options)
     plan(list(sides.values()), list(model.linears), exclude=options.exclude)  # checks the patterns
     found = {}

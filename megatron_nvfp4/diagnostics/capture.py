@@ -7,12 +7,15 @@ each tensor that is dumped.
 
 import importlib.util
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from megatron_nvfp4.recipes.policy import name_pattern
 
 from .capture_config import CaptureConfig
 from .capture_experts import ExpertObserver
@@ -73,9 +76,16 @@ class Capture:
         self, model: Sequence[torch.nn.Module], optimizer: Any, first_step: int, last_step: int
     ) -> None:
         """Before the first step: model, its chunks; the run's own steps."""
-        if not self.config.steps.any_in(first_step, last_step):
+        steps = self.config.steps
+        hint = "".join(f"; {note}" for note in steps.unquoted_ranges(last_step))
+        if not steps.any_in(first_step, last_step):
             raise ValueError(
                 f"--minite-capture: no step of the file is one of this run's, {first_step} to {last_step}"
+                + hint
+            )
+        if hint:
+            logger.warning(
+                "--minite-capture: a step is behind the run's last, %d%s", last_step, hint
             )
         dumps = any(rule.tensors for rule in self.config.rules)
         if dumps and importlib.util.find_spec("safetensors") is None:
@@ -113,7 +123,9 @@ class Capture:
         record = self._remove()
         try:
             self._write(record)
-        except (OSError, RuntimeError) as error:  # no dump is worth a training run
+        except (
+            Exception
+        ) as error:  # whatever a full disk makes of it: no dump is worth a training run
             logger.warning("--minite-capture: step %d was not written: %s", step, error)
 
     def _write(self, record: StepRecord) -> None:
@@ -137,15 +149,14 @@ class Capture:
         return self.config.ranks is None or self.rank in self.config.ranks
 
     def _require_matches(self, names: list[str]) -> None:
-        """On one rank of a pipeline a rule may well match nothing."""
+        """Every pattern of every rule; on one rank of a pipeline one may well match nothing."""
         if self._coordinates.get("pp_size", 1) > 1:
             return
-        for rule in self.config.rules:
-            alone = CaptureConfig(out=self.config.out, steps=self.config.steps, rules=(rule,))
-            if not any(alone.of(name) for name in names):
+        for pattern in (each for rule in self.config.rules for each in rule.match):
+            if not any(map(name_pattern(pattern).fullmatch, names)):
                 shown = [name for name in names if name.count(".") > 2]
                 raise ValueError(
-                    f"--minite-capture: match {', '.join(rule.match)} is the name of no module; names are "
+                    f"--minite-capture: match {pattern} is the name of no module; names are "
                     f"like {(shown or names)[0]}"
                 )
 
@@ -178,7 +189,7 @@ class Capture:
                 if hasattr(module, "num_gemms") and number.isdigit():
                     key = f"weight{first_expert(module, self._coordinates) + int(number)}"
                 if value is not None:
-                    place = Place(name, 0, of[category])
+                    place = Place(name, 0, of[category], parameter=True)
                     self._record.tensor(place, what.replace("weight", key), value, "actual")
 
     def _remove(self) -> StepRecord:
@@ -233,9 +244,14 @@ def _first(observers: list[ExpertObserver], values: Any):
 
 
 def _append(path: Path, data: bytes) -> None:
-    """In one write: a process that is killed leaves whole lines, or at most one torn at the end."""
-    with path.open("ab", buffering=0) as file:
-        file.write(data)
+    """Lines at the end of a file. One that a full disk or a killed process tore stays a line of its own."""
+    with path.open("a+b", buffering=0) as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            data = data if file.read(1) == b"\n" else b"\n" + data
+        rest = memoryview(data)
+        while rest:  # a nearly full disk takes a part, and only the next call fails
+            rest = rest[file.write(rest) :]
 
 
 class PlainSeams:

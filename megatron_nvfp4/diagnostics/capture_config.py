@@ -47,6 +47,15 @@ class Steps:
         """Whether a run of steps first..last has one of them."""
         return any(step in self for step in range(first, last + 1))
 
+    def unquoted_ranges(self, last: int) -> list[str]:
+        """Of steps behind the last: what YAML may have made them of, which reads 10:20 as 10 * 60 + 20."""
+        behind = (divmod(step, 60) for step in sorted(self.single) if step > last)
+        return [
+            f'without quotes {low}:{high} is {60 * low + high}, write "{low}:{high}"'
+            for low, high in behind
+            if 1 <= low <= high
+        ]
+
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureRule:
@@ -126,6 +135,8 @@ def _faults(found: Mapping[str, Any]) -> list[str]:
     ranks = found.get("ranks")
     if isinstance(ranks, list) and any(type(rank) is not int or rank < 0 for rank in ranks):
         faults.append(f"ranks={ranks}: whole numbers from 0")
+    if ranks == []:
+        faults.append("ranks=[]: is no rank; leave ranks out for all")
     rules = found.get("rules")
     for index, rule in enumerate(rules if isinstance(rules, list) else []):
         faults += _rule_faults(rule, f"rules[{index}]")

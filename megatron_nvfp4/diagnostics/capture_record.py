@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,12 +36,14 @@ ROUTING = ("experts_without_rows", "most_rows", "num_choices")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor belongs: its module, the microbatch, the table of its rows, and whether it is dumped."""
+    """Where a tensor belongs: its module, the microbatch, whether it is dumped, the table of its rows, and
+    whether it is of a parameter."""
 
     module: str
     instance: int
     dump: bool
     rows: str | None = None
+    parameter: bool = False
 
 
 @dataclass
@@ -87,7 +89,7 @@ class StepRecord:
             tensor = getattr(operand, part, None)
             if tensor is not None:
                 rows = place.rows if tensor.shape[0] == operand.shape[0] else None
-                of_part = Place(place.module, place.instance, place.dump, rows)
+                of_part = replace(place, rows=rows)
                 spec = str(getattr(operand, "spec", MXFP8))
                 self._copy(of_part, f"{what}.{part}", tensor, provenance, spec)
 
@@ -138,6 +140,7 @@ class StepRecord:
                 instance=place.instance,
                 order=self._order,
                 provenance=provenance,
+                parameter=place.parameter,
                 rows=place.rows,
                 format=format,
             )
@@ -197,7 +200,7 @@ def weight_operand(
     )
     if whole is None:
         return
-    place = Place(place.module, place.instance, place.dump)
+    place = replace(place, rows=None, parameter=True)
     record.errors(place, "weight", stacked, whole, "replay")
     if not place.dump:
         return

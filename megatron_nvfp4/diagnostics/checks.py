@@ -1,7 +1,8 @@
 """Cheap checks of a dump, before any statistic is worth reading: most complaints end here.
 
 Each check looks for one mistake that passes for a numeric mismatch: log-probs that are missing, shifted by a
-token or taken from a truncated distribution, and responses that several versions of the weights sampled.
+token or taken from a truncated distribution, advantages that are no numbers, and responses that several
+versions of the weights sampled.
 """
 
 from collections import Counter
@@ -41,6 +42,7 @@ def check(responses: Responses) -> list[Check]:
     checks: tuple[Callable[[Responses], Check], ...] = (
         lengths,
         log_probs,
+        advantages,
         alignment,
         renormalisation,
         weight_versions,
@@ -121,11 +123,12 @@ def _column_faults(side: str, values: Tensor, counts: dict) -> list[str]:
         )
     if side == "gap":
         return faults
-    num_positive = int((values > POSITIVE).sum())
+    positive = values[finite & (values > POSITIVE)]
+    num_positive = positive.numel()
     counts[f"{side}_positive"] = num_positive
     if num_positive:
         faults.append(
-            f"{num_positive} log-probs of the {side} are above 0, up to {float(values[finite].max()):.4g}; "
+            f"{num_positive} log-probs of the {side} are above 0, up to {float(positive.max()):.4g}; "
             "these are no log-probabilities: look for logits, probabilities or -log p"
         )
     if values.numel() >= MIN_PAIRS and bool((values == values[0]).all()):
@@ -134,6 +137,23 @@ def _column_faults(side: str, values: Tensor, counts: dict) -> list[str]:
             "ask for return_logprob)"
         )
     return faults
+
+
+def advantages(responses: Responses) -> Check:
+    """NaN or infinite advantages at tokens in the loss."""
+    name = "advantages"
+    if responses.advantages is None:
+        return Check(name=name, status="not run", found="the files hold none")
+    values = responses.advantages[responses.mask]
+    num_bad = int((~torch.isfinite(values)).sum())
+    counts = {"advantages_not_finite": num_bad}
+    if not num_bad:
+        return Check(name=name, status="passed", found="all finite", values=counts)
+    text = (
+        f"{num_bad} of {values.numel()} advantages are NaN or infinite; look for groups whose rewards are "
+        "all alike, divided by their spread of 0 (the statistics of direction take these tokens as A = 0)"
+    )
+    return Check(name=name, status="failed", found=text, values=counts)
 
 
 def alignment(responses: Responses) -> Check:

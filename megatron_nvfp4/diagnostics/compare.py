@@ -18,9 +18,9 @@ from torch import Tensor
 from .align import Pairs, TokenPlace, Tokens, match_tokens, pair_rows, qkv_columns, row_numbers
 from .compare_sides import Key, Owner, Piece, Side, in_order, rows_of
 from .compare_values import Numbers, ValueDifference, compare_values, num_values_of
+from .dump import MAX_EXPERTS
 
 ROUTER, EXPERTS, QKV = ".router", ".experts", ".linear_qkv"
-MAX_EXPERTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -132,15 +132,17 @@ def compare_sides(left: Side, right: Side) -> Comparison:
     same_batches = result.same_batches
     faults = {**permutation_faults(left, 0), **permutation_faults(right, 1)}
     for key in in_order(left):
-        layer = _layer_of(key.module)
-        if layer in faults and EXPERTS in key.module:
+        layer, is_of_parameter = _layer_of(key.module), left.quantities[key][0].parameter
+        # Behind the router's choice, which a permutation is judged by.
+        if layer in faults and EXPERTS in key.module and not is_of_parameter:
             result.operators.append(faults.pop(layer))
         if key not in right.quantities:
             continue
-        if not same_batches and _is_unnamed(left, key) and not key.what.startswith("weight"):
+        if not same_batches and _is_unnamed(left, key) and not is_of_parameter:
             result.not_compared.append(key)
             continue
         result.operators.append(_Pair(result, key).compare(agreeing))
+    result.operators += faults.values()
     if not result.operators:
         raise ValueError(
             f"compare: {left.path} and {right.path} have no quantity in common, such as "
@@ -177,33 +179,46 @@ class _Pair:
         """agreeing: by MoE layer, numbers of the tokens with the same experts; a router adds its own."""
         dtypes = [pieces[0].dtype for pieces in self.pieces]
         if dtypes[0] != dtypes[1] and self.is_one_kind:
-            return self._unlike()
+            return self._unlike(self.pieces[0][0], self.pieces[1][0])
         if not all(piece.is_named for pieces in self.pieces for piece in pieces):
             return self._whole()
         return self._by_rows(agreeing)
 
-    def _unlike(self) -> Operator:
-        texts = [f"torch.{pieces[0].dtype} {pieces[0].shape}" for pieces in self.pieces]
+    def _unlike(self, *pair: Piece) -> Operator:
+        texts = [f"torch.{piece.dtype} {piece.shape}" for piece in pair]
         return Operator(self.key, f"{texts[0]} against {texts[1]}", provenances=self.provenances)
 
     def _whole(self) -> Operator:
-        """Tensors whose rows have no name, value against value."""
-        if self.pieces[0][0].shape != self.pieces[1][0].shape:
-            return self._unlike()
-        tensors = [pieces[0].load() for pieces in self.pieces]
-        found = self._difference(*tensors)
-        place = None
-        if found is not None:
-            place = self._place_of_weight(found.index)
+        """Tensors whose rows have no name, value against value; of a parameter every rank's copy."""
+        reason, place = "", None
+        for number, pair in enumerate(self._copies()):
+            if pair[0].shape != pair[1].shape:
+                return self._unlike(*pair)
+            tensors = [piece.load() for piece in pair]
+            found = self._difference(*tensors)
+            if found is not None:
+                ranks = [piece.owner[0] for piece in pair]
+                reason = _reason(found) + (
+                    f" (data-parallel ranks {ranks[0]} and {ranks[1]})" if number else ""
+                )
+                place = self._place_of_weight(found.index)
+                break
         return Operator(
             self.key,
-            _reason(found),
+            reason,
             natural=found,
             place=place,
             num_values=num_values_of(self.key.what, tensors[0]),
             num_rows=len(tensors[0]) if tensors[0].dim() else 1,
             provenances=self.provenances,
         )
+
+    def _copies(self) -> Iterator[tuple[Piece, Piece]]:
+        """The first of each side, then every further one beside the other side's first."""
+        left, right = self.pieces
+        yield left[0], right[0]
+        yield from ((copy, right[0]) for copy in left[1:])
+        yield from ((left[0], copy) for copy in right[1:])
 
     def _place_of_weight(self, index: tuple[int, ...]) -> Place:
         """weight3 belongs to the expert with that number."""
@@ -218,7 +233,7 @@ class _Pair:
             for side, pieces in zip(self.sides, self.pieces, strict=True)
         ]
         if rows[0].shape[1] != rows[1].shape[1]:
-            return self._unlike()
+            return self._unlike(self.pieces[0][0], self.pieces[1][0])
         numbers = [
             torch.cat([self._numbers(piece, of_owner) for piece in pieces])
             for pieces, of_owner in zip(
@@ -328,16 +343,18 @@ def permutation_faults(side: Side, which: int) -> dict[str, Operator]:
             ids = routing.get((piece.owner, "routing.ids"))
             slots = routing.get((piece.owner, "routing.slots"))
             known = piece.token is not None and piece.provenance == "actual"
-            if layer in faults or ids is None or slots is None or not known:
+            if layer in faults or ids is None or ids.token is None or slots is None or not known:
                 continue
             row = _first_wrong_row(piece, ids, slots)
             if row is None:
                 continue
-            token, expert = int(piece.token()[row[0]]), int(piece.expert()[row[0]])
-            name = ("left", "right")[which]
+            name, (at, token, expert) = ("left", "right")[which], row
+            held = f"is none of {len(piece.token())}"
+            if at < len(piece.token()):
+                held = f"holds token {piece.token()[at]} for expert {piece.expert()[at]}"
             reason = (
-                f"on the {name} side row {row[0]} holds token {token} for expert {expert}; the router "
-                f"sends token {row[1]} to expert {row[2]} there"
+                f"on the {name} side row {at} {held}; the router sends token {token} to expert {expert} "
+                "there"
             )
             faults[layer] = Operator(Key(layer + EXPERTS, "permutation"), reason)
     return faults
@@ -355,7 +372,10 @@ def _first_wrong_row(piece: Piece, ids: Piece, slots: Piece) -> tuple[int, int, 
     token = ids.token().repeat_interleave(ids.shape[1])
     kept = row >= 0
     row, expert, token = row[kept], expert[kept], token[kept]
-    wrong = (piece.token()[row] != token) | (piece.expert()[row] != expert)
+    wrong = row >= len(piece.token())
+    held = row.masked_fill(wrong, 0)
+    if len(piece.token()):
+        wrong |= (piece.token()[held] != token) | (piece.expert()[held] != expert)
     if not wrong.any():
         return None
     at = row[wrong].argmin()

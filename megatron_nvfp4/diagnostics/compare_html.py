@@ -77,7 +77,7 @@ def page(comparison: Comparison, replays: Sequence[Replay], reasons: Mapping[str
 
 def _headline(first: Operator | None) -> str:
     if first is None:
-        return "Everything that both sides have is the same, bit for bit"
+        return "Everything that was compared is the same, bit for bit"
     return f"First difference: {html.escape(str(first.key))}"
 
 

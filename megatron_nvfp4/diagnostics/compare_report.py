@@ -15,11 +15,12 @@ FORMAT = "minite-compare/1"
 def text(
     comparison: Comparison, replays: Sequence[Replay], reasons: Mapping[str, str], common: bool
 ) -> list[str]:
-    """Lines for a terminal. common: what only one side has is no fault."""
+    """Lines for a terminal. common: what was not compared is no fault."""
     first, compared = comparison.first, len(comparison.operators)
     lines = []
     if first is None:
-        lines.append(f"compare: all {compared} outputs have the same bits")
+        which = "outputs" if same(comparison, False) else "compared outputs"
+        lines.append(f"compare: all {compared} {which} have the same bits")
     else:
         lines += _first(comparison, first)
     lines += _context(comparison, common)
@@ -53,6 +54,7 @@ def _first(comparison: Comparison, first: Operator) -> list[str]:
 
 def _context(comparison: Comparison, common: bool) -> list[str]:
     tokens, lines = comparison.tokens, []
+    remedy = "" if common else " (--common leaves them out of the verdict)"
     if tokens.num_left or tokens.num_right:
         lines.append(
             f"  tokens: {tokens.num_both} on both sides, {tokens.num_left} on the left alone, "
@@ -61,12 +63,11 @@ def _context(comparison: Comparison, common: bool) -> list[str]:
     for name, keys in (("left", comparison.only_left), ("right", comparison.only_right)):
         if keys:
             listed = ", ".join(map(str, keys[:3])) + (", ..." if len(keys) > 3 else "")
-            remedy = "" if common else " (--common leaves them out of the verdict)"
             lines.append(f"  on the {name} side alone: {len(keys)}: {listed}{remedy}")
     if comparison.not_compared:
         lines.append(
             f"  not comparable, as microbatches are cut differently: {len(comparison.not_compared)}, such "
-            f"as {comparison.not_compared[0]}"
+            f"as {comparison.not_compared[0]}{remedy}"
         )
     notes = [*comparison.left.notes, *comparison.right.notes, *tokens.notes]
     return lines + [f"  note: {note}" for note in dict.fromkeys(notes)]
@@ -78,8 +79,8 @@ def _replays(replays: Sequence[Replay], reasons: Mapping[str, str]) -> list[str]
 
 
 def same(comparison: Comparison, common: bool) -> bool:
-    """Whether nothing differs; without `common`, also that no side lacks anything."""
-    missing = comparison.only_left or comparison.only_right
+    """Whether nothing differs; without `common`, also that everything was compared."""
+    missing = comparison.only_left or comparison.only_right or comparison.not_compared
     return comparison.first is None and (common or not missing)
 
 

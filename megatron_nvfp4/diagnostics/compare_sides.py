@@ -3,8 +3,10 @@
 Read from a capture, from SGLang's own tensor dump, or from a file of named outputs in order.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +24,8 @@ class Piece:
     """One tensor. owner: (data-parallel rank, microbatch) that computed it.
 
     token: place in the owner's microbatch of every row, -1 for none. travelled: where the rows came from
-    several owners, each row's owner and its place there. Without either rows have no name.
+    several owners, each row's owner and its place there. Without either rows have no name. parameter: of one,
+    so of no microbatch.
     """
 
     load: Callable[[], Tensor]
@@ -35,6 +38,7 @@ class Piece:
     expert: Callable[[], Tensor] | None = None
     travelled: "Callable[[], list[tuple[Owner, Tensor]]] | None" = None
     format: str = ""
+    parameter: bool = False
 
     @property
     def is_named(self) -> bool:
@@ -115,11 +119,10 @@ def _read_capture(path: Path) -> Side:
         side.notes += [f"rank {dump.rank}: {note}" for note in dump.notes]
         rank = dump.coordinates.get("dp_rank", dump.rank)
         for number in sorted({entry.instance for entry in dump.entries}):
-            ids = dump.get(f"tokens/{number}.ids")
-            if ids is not None and (rank, number) not in named:
+            tokens = dump.tokens(number)
+            if tokens is not None and (rank, number) not in named:
                 named.add((rank, number))
-                positions = dump.tensor(f"tokens/{number}.positions")
-                side.batches.append(Batch(number, ids, positions, rank))
+                side.batches.append(Batch(number, *tokens, rank))
         for entry in dump.entries:
             key, piece = _of_entry(dump, entry, rank, dumps)
             side.add(key, piece)
@@ -131,17 +134,19 @@ def _of_entry(dump: Dump, entry: Entry, rank: int, dumps: list[Dump]) -> tuple[K
     parts = [f"shard {dump.coordinates['tp_rank']}"] if shards > 1 else []
     token = expert = travelled = None
     if entry.rows is not None:
-        keys = {part: f"rows/{entry.rows}.{part}" for part in ("token", "expert")}
-        token, expert = (_loader(dump, key) if key in dump.keys else None for key in keys.values())
+        token, expert = (
+            partial(dump.rows, entry, part) if dump.has_rows(entry, part) else None
+            for part in ("token", "expert")
+        )
         if token is None:
             travelled = _travelled(dump, entry, dumps)
     if token is None and travelled is None:
-        # Ranks hold copies of a weight; experts' are known by their number.
-        is_weight = entry.what.startswith("weight") and not entry.what.endswith(".grad")
-        parts += [f"rank {dump.rank}"] if dump.rank and not is_weight else []
+        # Ranks hold copies of a parameter; experts' are known by their number.
+        is_copy = entry.parameter and not entry.what.endswith(".grad")
+        parts += [f"rank {dump.rank}"] if dump.rank and not is_copy else []
         parts += [f"microbatch {entry.instance}"] if entry.instance else []
     piece = Piece(
-        _loader(dump, entry.key),
+        partial(dump.load, entry),
         (rank, entry.instance),
         entry.order,
         entry.provenance,
@@ -151,6 +156,7 @@ def _of_entry(dump: Dump, entry: Entry, rank: int, dumps: list[Dump]) -> tuple[K
         expert,
         travelled,
         entry.format,
+        entry.parameter,
     )
     return Key(entry.module, entry.what, ", ".join(parts)), piece
 
@@ -163,35 +169,40 @@ def _travelled(
     router = entry.module.split(".experts.")[0] + ".router"
     by_rank = {each.rank: each for each in dumps}
     sources = []
-    for rank in dump.coordinates["ep_ranks"]:
+    for rank in dump.coordinates.get("ep_ranks", [dump.rank]):
         found = by_rank.get(rank)
         routing = [
             each
             for each in (found.entries if found else ())
             if (each.module, each.what, each.instance) == (router, "routing.ids", entry.instance)
         ]
-        if not routing or routing[0].rows is None or dump.coordinates.get("tp_size", 1) > 1:
+        if (
+            not routing
+            or not found.has_rows(routing[0], "token")
+            or dump.coordinates.get("tp_size", 1) > 1
+        ):
             return None
         sources.append((found, routing[0]))
 
     def rows() -> list[tuple[Owner, Tensor]]:
-        experts = dump.tensor(f"rows/{entry.rows}.expert").unique().tolist()
-        return [
+        expert_of_row = dump.rows(entry, "expert")
+        parts = [
             (
                 (found.coordinates.get("dp_rank", found.rank), entry.instance),
-                found.tensor(f"rows/{routing.rows}.token")[
-                    (found.tensor(routing.key) == expert).any(dim=1)
-                ],
+                found.rows(routing, "token")[(found.load(routing) == expert).any(dim=1)],
             )
-            for expert in experts
+            for expert in expert_of_row.unique().tolist()
             for found, routing in sources
         ]
+        num_rows = sum(len(place) for _, place in parts)
+        if num_rows != len(expert_of_row):
+            raise ValueError(
+                f"{dump.path}: {entry.key} has {len(expert_of_row)} rows, the routing of ranks "
+                f"{[found.rank for found, _ in sources]} sends {num_rows}; capture them in one run"
+            )
+        return parts
 
     return rows
-
-
-def _loader(dump: Dump, key: str) -> Callable[[], Tensor]:
-    return lambda: dump.tensor(key)
 
 
 def in_order(side: Side) -> list[Key]:
@@ -209,5 +220,6 @@ def rows_of(pieces: list[Piece]) -> Tensor:
     for piece in pieces:
         values = piece.load()
         num_rows = len(values) if piece.token is None else len(piece.token())
-        found.append(values.reshape(num_rows, -1))
+        width = values.numel() // num_rows if num_rows else math.prod(values.shape[1:])
+        found.append(values.reshape(num_rows, width))
     return torch.cat(found)

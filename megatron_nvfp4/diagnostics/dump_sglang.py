@@ -9,7 +9,6 @@ Taken are passes whose sequences begin at position 0 (prefill without a cached p
 and a chunk size above the prompt). One rank: of several the files hold shards whose axis they do not tell.
 """
 
-import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +50,13 @@ def read_sglang(path: Path, passes: list[Path], rename: Callable[[str], str | No
         number = len(side.batches)
         if not isinstance(ids, Tensor) or not isinstance(positions, Tensor):
             raise ValueError(f"{file}: no pass of SGLang's: {_BATCH}input_ids is missing")
+        if (
+            ids.numel() != positions.numel()
+            or ids.is_floating_point()
+            or positions.is_floating_point()
+        ):
+            texts = [f"{each.dtype} {tuple(each.shape)}" for each in (ids, positions)]
+            raise ValueError(f"{file}: input_ids {texts[0]}, positions {texts[1]}; dump it again")
         batch = Batch(number, ids.long().flatten(), positions.long().flatten())
         if batch.prefixes() is None:
             skipped += 1
@@ -58,7 +64,7 @@ def read_sglang(path: Path, passes: list[Path], rename: Callable[[str], str | No
         side.batches.append(batch)
         for name, value in tensors.items():
             order += 1
-            for key, tensor in _quantities(name, value, rename):
+            for key, tensor in _quantities(file, name, value, rename):
                 if len(tensor) == len(batch.ids):
                     side.add(key, _piece(tensor, number, order))
     if skipped:
@@ -74,17 +80,22 @@ def read_sglang(path: Path, passes: list[Path], rename: Callable[[str], str | No
 def _load(file: Path) -> dict[str, Any]:
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{file}: cannot be read: {str(error).splitlines()[0]}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: holds a {type(found).__name__}; give a pass of SGLang's dump")
+    except Exception as error:  # a damaged pickle fails in as many ways as there are opcodes
+        said = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{file}: cannot be read: {said}; dump it again") from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        what = f"a {type(found).__name__}" + (" of other keys than names" if found else "")
+        raise ValueError(f"{file}: holds {what}; give a pass of SGLang's dump")
     return found
 
 
-def _quantities(name: str, value: Any, rename) -> list[tuple[Key, Tensor]]:
+def _quantities(file: Path, name: str, value: Any, rename) -> list[tuple[Key, Tensor]]:
     """What of a module's output has a counterpart here."""
     layer = _TOPK.fullmatch(name)
     if layer and isinstance(value, list) and len(value) >= 2:
+        shapes = [each.shape if isinstance(each, Tensor) else None for each in value[:2]]
+        if shapes[0] != shapes[1] or shapes[0] is None or len(shapes[0]) != 2:
+            raise ValueError(f"{file}: {name} holds no weights and ids (T, top_k); dump it again")
         weights, ids = value[0].float(), value[1].long()
         ids, order = ids.sort(dim=1)
         router = rename(f"{layer[1]}.gate")

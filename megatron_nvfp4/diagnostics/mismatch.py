@@ -9,7 +9,7 @@ importance weights rl/corrections.py's. Quantiles are samples: the ceil(q n)-th 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -47,23 +47,29 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.tis_cap > 0:
-            raise ValueError(f"tis_cap={self.tis_cap} is not above 0; 2 is usual")
+        if not 0 < self.tis_cap < math.inf:
+            raise ValueError(f"tis_cap={self.tis_cap} is not above 0 and finite; 2 is usual")
         if self.window < 1:
             raise ValueError(f"window={self.window} is not at least 1; 25 is usual")
-        if self.tau_ana is not None and not self.tau_ana < 0:
-            raise ValueError(f"tau_ana={self.tau_ana} is not below 0; None measures it")
+        if self.tau_ana is not None and not -math.inf < self.tau_ana < 0:
+            raise ValueError(f"tau_ana={self.tau_ana} is not below 0 and finite; None measures it")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} is not from 0 to 2**63 - 1; 0 is usual")
 
 
 class Gaps:
     """The usable tokens of some responses with what every statistic needs of them.
 
     delta, size (its absolute value), advantages: float64 (V,) of the V tokens in the loss with a finite gap;
-    owner: int64 (V,), their response; num_valid: float64 (N,) of each response.
+    owner: int64 (V,), their response; num_valid: float64 (N,) of each response. An advantage that is NaN or
+    infinite is 0 here and in `responses`: of no direction, so in no quadrant and of no weight in a segment.
     """
 
     def __init__(self, responses: Responses, settings: Settings) -> None:
         assert responses.delta is not None
+        if responses.advantages is not None:
+            finite = responses.advantages.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+            responses = replace(responses, advantages=finite)
         self.responses, self.settings = responses, settings
         self.valid = usable(responses)
         self.owner = responses.response_of_token()[self.valid]

@@ -14,10 +14,16 @@ readers_rows.py those of NeMo-RL and TRIAGE; the format of this package, mismatc
 as a dictionary of tensors in a .pt file, or as a .safetensors file with the format in its metadata.
 """
 
+import hashlib
+import io
 import json
+import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +37,18 @@ KNOWN = (
     "slime train_data/ID.pt, slime and miles rollout_data/ID.pt, miles train_data/ID_RANK.pt and "
     "policy_loss_debug/rank_R_call_C.pt, NeMo-RL train_data_stepN.jsonl, TRIAGE rollout_ID_rank_R.jsonl, "
     f"{OWN_FORMAT} (.pt, .safetensors)"
+)
+# What a file's content can raise in a reader.
+FAULTS = (
+    TypeError,
+    ValueError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    AttributeError,
+    RuntimeError,
+    EOFError,
+    OSError,
 )
 
 
@@ -108,16 +126,17 @@ class Responses:
 def join(responses: Sequence[Response], sources: Sequence[tuple[str, str, int]] = ()) -> Responses:
     """The record of some responses, sorted by step; a column that one of them lacks is None.
 
-    ValueError names the response whose columns differ in length.
+    ValueError names the response whose columns differ in length, and a column of complex numbers or a mask
+    with NaN.
     """
     ordered = sorted(responses, key=lambda response: response.step)
-    _check_lengths("responses", ordered)
+    _check_columns("responses", ordered)
 
     def flat(name: str, dtype: torch.dtype) -> Tensor | None:
         columns = [getattr(response, name) for response in ordered]
         if any(column is None for column in columns):
             return None
-        return torch.cat([torch.empty(0, dtype=dtype), *(column.to(dtype) for column in columns)])
+        return torch.cat([torch.empty(0, dtype=dtype), *(numbers(x, dtype) for x in columns)])
 
     learner, sampler = flat("learner", torch.float64), flat("sampler", torch.float64)
     delta = flat("delta", torch.float64)
@@ -131,7 +150,7 @@ def join(responses: Sequence[Response], sources: Sequence[tuple[str, str, int]] 
         learner=learner,
         sampler=sampler,
         delta=delta,
-        mask=flat("mask", torch.bool),
+        mask=torch.cat([torch.empty(0, dtype=torch.bool), *(in_loss(x.mask) for x in ordered)]),
         offsets=torch.tensor([0, *lengths]).cumsum(0),
         steps=torch.tensor([response.step for response in ordered], dtype=torch.int64),
         advantages=flat("advantages", torch.float64),
@@ -150,8 +169,32 @@ def _gap(response: Response) -> Tensor | None:
     return response.learner.double() - response.sampler.double()
 
 
-def _check_lengths(where: str | Path, responses: Sequence[Response]) -> None:
+def numbers(values: Any, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A column, flat. ValueError for complex numbers, which would lose their imaginary part."""
+    column = torch.as_tensor(values)
+    if column.is_complex():
+        raise ValueError("a column holds complex numbers; give real log-probs and advantages")
+    return column.to("cpu", dtype).flatten()
+
+
+def in_loss(mask: Tensor) -> Tensor:
+    """bool: the tokens whose mask is not 0. ValueError for NaN, which is not 0 either."""
+    if mask.is_floating_point() and bool(mask.isnan().any()):
+        raise ValueError("a mask holds NaN; give 1 for a token in the loss and 0 for another")
+    return mask != 0
+
+
+def num_tokens(value: Any) -> int:
+    """A length as a file states it. ValueError below 0."""
+    if int(value) < 0:
+        raise ValueError(f"a length of {value}; give the number of tokens")
+    return int(value)
+
+
+def _check_columns(where: str | Path, responses: Sequence[Response]) -> None:
     for number, response in enumerate(responses):
+        if not -(2**63) <= response.step < 2**63:
+            raise ValueError(f"{where}: step {response.step} is beyond 64 bits; count from 0")
         length = response.mask.numel()
         for name in ("learner", "sampler", "delta", "advantages", "tokens"):
             column = getattr(response, name)
@@ -165,37 +208,81 @@ def _check_lengths(where: str | Path, responses: Sequence[Response]) -> None:
 # --- files ----------------------------------------------------------------------------------------
 
 
+def said(error: BaseException) -> str:
+    """What an exception says, in a line; its kind, too, where that is not for the user."""
+    lines = str(error).splitlines()
+    kind = type(error).__name__
+    return lines[0] if lines and isinstance(error, ValueError) else ": ".join([kind, *lines[:1]])
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Whatever a file's content raises in a reader becomes a ValueError that names the file."""
+    try:
+        yield
+    except FAULTS as error:
+        if isinstance(error, ValueError | OSError) and str(path) in str(error):
+            raise
+        raise ValueError(f"{path}: cannot be read ({said(error)}); known are {KNOWN}") from error
+
+
 def read(paths: Sequence[str | Path]) -> Responses:
     """The responses in some files and folders, whatever format each has.
 
     A folder of a framework's dump (with train_data or policy_loss_debug below it) is read from there;
     another one gives every file in it of a known ending, but for eval_*. FileNotFoundError for a path that
     is not there, ValueError for a file that cannot be used: it names the file, what it holds and the
-    formats that are known.
+    formats that are known, or the other file that holds the same responses. A file given twice is read
+    once.
     """
     from . import readers_rows, readers_torch
 
-    readers: tuple[Callable[[Path], Any], ...] = (
-        readers_rows.load,
-        readers_torch.load,
-        _load_safetensors,
-    )
-    by_suffix = dict(zip((".jsonl", ".pt", ".safetensors"), readers, strict=True))
-    by_suffix[".json"] = readers_rows.load
+    rows = partial(readers_rows.load, seen={})
+    by_suffix: dict[str, Callable[[Path], Any]] = {
+        ".jsonl": rows,
+        ".json": rows,
+        ".pt": readers_torch.load,
+        ".safetensors": _load_safetensors,
+    }
     responses: list[Response] = []
     sources: list[tuple[str, str, int]] = []
+
+    def add(path: Path, name: str, found: list[Response]) -> None:
+        _check_columns(path, found)
+        responses.extend(found)
+        sources.append((str(path), name, len(found)))
+
     ranks = readers_torch.RankFiles()
-    for path in _files(paths):
-        content = by_suffix[path.suffix](path)
-        for name, found in _recognise(path, content, ranks):
-            _check_lengths(path, found)
-            responses += found
-            sources.append((str(path), name, len(found)))
-    for path, found in ranks.join():
-        _check_lengths(path, found)
-        responses += found
-        sources.append((str(path), "miles train_data", len(found)))
+    paths = files(paths)
+    twins = _twins(paths)
+    for path in paths:
+        with _naming(path):
+            for name, found in _recognise(path, by_suffix[path.suffix](path), ranks):
+                if found and path in twins:
+                    raise ValueError(
+                        f"{path}: holds the same bytes as {twins[path]}, so that its responses would count "
+                        "twice; give one of the two"
+                    )
+                add(path, name, found)
+    for path, made in ranks.rollouts():
+        with _naming(path):
+            add(path, "miles train_data", made())
     return join(responses, sources)
+
+
+def _twins(paths: Sequence[Path]) -> dict[Path, Path]:
+    """The files with the bytes of an earlier one, and that one."""
+    sizes = {path: path.stat().st_size for path in paths}
+    of_size = Counter(sizes.values())
+    twins: dict[Path, Path] = {}
+    first: dict[bytes, Path] = {}
+    for path, size in sizes.items():
+        if of_size[size] > 1:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").digest()
+            if first.setdefault(digest, path) != path:
+                twins[path] = first[digest]
+    return twins
 
 
 def _recognise(path: Path, content: Any, ranks: Any) -> Iterator[tuple[str, list[Response]]]:
@@ -211,11 +298,12 @@ def _recognise(path: Path, content: Any, ranks: Any) -> Iterator[tuple[str, list
         yield readers_torch.read_samples(path, content)
 
 
-def _files(paths: Sequence[str | Path]) -> list[Path]:
-    files: list[Path] = []
+def files(paths: Sequence[str | Path]) -> list[Path]:
+    """The files that read() opens, each once, whatever its names. Errors of a path: see there."""
+    found: list[Path] = []
     for given in map(Path, paths):
         if given.is_dir():
-            files += _folder(given)
+            found += _folder(given)
         elif not given.exists():
             raise FileNotFoundError(f"{given}: no such file or folder")
         elif given.suffix not in SUFFIXES:
@@ -223,8 +311,11 @@ def _files(paths: Sequence[str | Path]) -> list[Path]:
                 f"{given}: the ending {given.suffix!r} is none of {', '.join(SUFFIXES)}; known are {KNOWN}"
             )
         else:
-            files.append(given)
-    return list(dict.fromkeys(files))
+            found.append(given)
+    first: dict[str, Path] = {}
+    for path in found:
+        first.setdefault(os.path.realpath(path), path)
+    return list(first.values())
 
 
 def _folder(folder: Path) -> list[Path]:
@@ -234,7 +325,10 @@ def _folder(folder: Path) -> list[Path]:
     files = [
         path
         for path in folder.iterdir()
-        if path.suffix in SUFFIXES and not path.name.startswith("eval_") and path.is_file()
+        if path.suffix in SUFFIXES
+        and not path.name.startswith("eval_")
+        and path.is_file()
+        and not _is_report(path)
     ]
     if not files:
         raise ValueError(
@@ -242,6 +336,17 @@ def _folder(folder: Path) -> list[Path]:
             f"policy_loss_debug or rollout_data; known are {KNOWN}"
         )
     return sorted(files, key=lambda path: [int(x) for x in re.findall(r"\d+", path.stem)])
+
+
+def _is_report(path: Path) -> bool:
+    """Whether this is the JSON of an earlier diagnosis, which may be written beside the dumps."""
+    from .report import SCHEMA
+
+    if path.suffix != ".json":
+        return False
+    with path.open("rb") as file:
+        start = b"".join(file.read(100).split())
+    return start.startswith(f'{{"schema":"{SCHEMA}"'.encode())
 
 
 def unknown(path: Path, content: Any) -> ValueError:
@@ -281,11 +386,15 @@ def save(responses: Responses, path: str | Path) -> None:
     if first and all(version and version[0].isdecimal() for version in first):
         content["weight_version"] = torch.tensor([int(version[0]) for version in first])
     if path.suffix == ".safetensors":
-        from safetensors.torch import save_file
+        from safetensors.torch import save as encode
 
-        save_file(content, path, metadata={"format": OWN_FORMAT})
+        path.write_bytes(encode(content, metadata={"format": OWN_FORMAT}))
     elif path.suffix == ".pt":
-        torch.save({"format": OWN_FORMAT, **content}, path)
+        # Written by Python, so that a full disk is an OSError, and the bytes do not hold the file's name.
+        # getbuffer()'s view, kept by an exception, crashes the garbage collector (CPython 3.12).
+        buffer = io.BytesIO()
+        torch.save({"format": OWN_FORMAT, **content}, buffer)
+        path.write_bytes(buffer.getvalue())
     else:
         raise ValueError(f"{path}: give a file that ends in .pt or .safetensors")
 
@@ -308,6 +417,16 @@ def _load_safetensors(path: Path) -> dict[str, Any]:
     return {"format": OWN_FORMAT, **content}
 
 
+COLUMNS = {
+    "learner": "learner",
+    "sampler": "sampler",
+    "delta": "delta",
+    "advantages": "advantage",
+    "tokens": "token",
+}
+PER_RESPONSE = ("step", "reward", "weight_version")
+
+
 def _own(path: Path, content: dict[str, Any]) -> Iterator[Response]:
     gaps_alone = "delta" in content
     needed = ["mask", "offsets", "step", *(["delta"] if gaps_alone else ["learner", "sampler"])]
@@ -315,37 +434,57 @@ def _own(path: Path, content: dict[str, Any]) -> Iterator[Response]:
     if missing:
         raise ValueError(
             f"{path}: a {OWN_FORMAT} file without the tensors {', '.join(missing)}; it holds "
-            f"{sorted(content)}"
+            f"{sorted(map(str, content))}"
         )
-    offsets, num_tokens = content["offsets"], content["mask"].numel()
-    ends = offsets.tolist()
-    if not ends or ends[0] != 0 or ends[-1] != num_tokens or ends != sorted(ends):
-        raise ValueError(
-            f"{path}: offsets must rise from 0 to the {num_tokens} values of mask; they are "
-            f"{json.dumps(ends[:4])[:-1]}, ...]"
-        )
-    for name, value in content.items():
-        per_response = name in ("step", "reward", "weight_version")
-        expected = len(ends) - 1 if per_response else num_tokens
-        if name not in ("format", "offsets") and value.shape != (expected,):
-            raise ValueError(f"{path}: {name} has shape {tuple(value.shape)}; give ({expected},)")
+    columns = {name: value for name, value in content.items() if name != "format"}
+    ends = _check_own(path, columns)
+    tokens = {ours: columns[name] for ours, name in COLUMNS.items() if name in columns}
+    tokens = {
+        ours: numbers(values, torch.int64 if ours == "tokens" else values.dtype)
+        for ours, values in tokens.items()
+    }
+    mask, steps = in_loss(columns["mask"]), columns["step"].tolist()
+    reward, version = (
+        columns[name].tolist() if name in columns else None for name in PER_RESPONSE[1:]
+    )
     for i, (start, end) in enumerate(pairwise(ends)):
-        part = {
-            ours: content[name][start:end]
-            for ours, name in (
-                ("learner", "learner"),
-                ("sampler", "sampler"),
-                ("delta", "delta"),
-                ("advantages", "advantage"),
-                ("tokens", "token"),
-            )
-            if name in content
-        }
-        reward, version = content.get("reward"), content.get("weight_version")
         yield Response(
-            step=int(content["step"][i]),
-            mask=content["mask"][start:end] != 0,
+            step=int(steps[i]),
+            mask=mask[start:end],
             reward=None if reward is None else float(reward[i]),
             versions=() if version is None else (str(int(version[i])),),
-            **part,
+            **{ours: values[start:end] for ours, values in tokens.items()},
         )
+
+
+def _check_own(path: Path, columns: dict[str, Any]) -> list[int]:
+    """The offsets of a mismatch/1 file, whose columns have the shapes and types of the format."""
+    known = ("mask", "offsets", *COLUMNS.values(), *PER_RESPONSE)
+    for name, value in columns.items():
+        if name not in known:
+            raise ValueError(
+                f"{path}: {name} is no column of {OWN_FORMAT}; leave it out, its columns are "
+                f"{', '.join(known)}"
+            )
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{path}: {name} is a {type(value).__name__}; give a tensor")
+    offsets, num = columns["offsets"], columns["mask"].numel()
+    if offsets.dim() != 1 or offsets.is_floating_point():
+        raise ValueError(
+            f"{path}: offsets is {offsets.dtype} of shape {tuple(offsets.shape)}; give int64 (N + 1,)"
+        )
+    ends = offsets.tolist()
+    if not ends or ends[0] != 0 or ends[-1] != num or ends != sorted(ends):
+        raise ValueError(
+            f"{path}: offsets must rise from 0 to the {num} values of mask; they are "
+            f"{json.dumps(ends[:4])[:-1]}, ...]"
+        )
+    for name, value in columns.items():
+        expected = len(ends) - 1 if name in PER_RESPONSE else num
+        if name != "offsets" and value.shape != (expected,):
+            raise ValueError(f"{path}: {name} has shape {tuple(value.shape)}; give ({expected},)")
+    for name in ("step", "weight_version"):
+        value = columns.get(name)
+        if value is not None and not bool((value.isfinite() & (value == value.trunc())).all()):
+            raise ValueError(f"{path}: {name} holds {value.tolist()[:4]}; give whole numbers")
+    return ends

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .readers import Response, unknown
+from .readers import FAULTS, Response, in_loss, num_tokens, numbers, said, unknown
 
 NEMO = ("generation_logprobs", "prev_logprobs", "token_loss_mask", "sample_loss_mask")
 TRIAGE = ("rollout_id", "delta", "advantage")
@@ -30,13 +30,14 @@ class Rows(NamedTuple):
     responses: list[Response]
 
 
-def load(path: Path) -> Rows:
+def load(path: Path, seen: dict[str, Path]) -> Rows:
     """The responses of a .jsonl file, or of a .json file with a list of the same objects.
 
-    ValueError names the file, the line and what it holds.
+    seen: the responses of the files before it, of those that have an identity, and where each was; this
+    file's join them. ValueError names the file, the line and what it holds.
     """
     responses: list[Response] = []
-    name, seen = "empty", set()
+    name = "empty"
     for number, row in _rows(path):
         if not isinstance(row, dict):
             raise unknown(path, row)
@@ -52,17 +53,21 @@ def load(path: Path) -> Rows:
         else:
             raise unknown(path, row)
         identity = (row.get("rollout_id"), row.get("response_id"))
-        if None not in identity and identity in seen:
-            raise ValueError(
-                f"{path}: line {number} repeats response {identity[1]} of rollout {identity[0]}"
-            )
-        seen.add(identity)
+        if None not in identity:
+            first = seen.get(repr(identity))
+            if first is not None:
+                where = "" if first == path else f", which {first} holds"
+                raise ValueError(
+                    f"{path}: line {number} repeats response {identity[1]} of rollout {identity[0]}{where}; "
+                    "give each response once"
+                )
+            seen[repr(identity)] = path
         if name.startswith("NeMo") and _of_row(row, "token_loss_mask") is None:
             continue
         try:
             responses.append(read(path, row))
-        except (TypeError, ValueError, IndexError) as error:
-            raise ValueError(f"{path}: line {number}: {error}") from error
+        except FAULTS as error:
+            raise ValueError(f"{path}: line {number}: {said(error)}") from error
     return Rows(name, responses)
 
 
@@ -76,12 +81,8 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield number, json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is no complete JSON ({error})") from error
-
-
-def _tensor(values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64).flatten()
 
 
 def _of_row(row: dict[str, Any], name: str) -> Any:
@@ -95,22 +96,23 @@ def _of_row(row: dict[str, Any], name: str) -> Any:
 def _nemo(path: Path, row: dict[str, Any]) -> Response:
     columns = {name: _of_row(row, name) for name in row}
     step = re.search(r"step(\d+)", path.stem)
-    mask = _tensor(columns["token_loss_mask"])
-    length = int(columns.get("input_lengths") or mask.numel())
-    in_loss = mask[:length] != 0
-    in_loss[:1] = False  # the first token of a sequence has no log-prob
-    first = int(in_loss.nonzero()[0]) if in_loss.any() else length  # where the response begins
+    mask = in_loss(numbers(columns["token_loss_mask"]))
+    length = num_tokens(columns.get("input_lengths") or mask.numel())
+    mask = mask[:length]
+    mask[:1] = False  # the first token of a sequence has no log-prob
+    first = int(mask.nonzero()[0]) if mask.any() else length  # where the response begins
+    used = in_loss(numbers(columns["sample_loss_mask"] or 0))
 
     def response(name: str) -> Tensor | None:
         if columns.get(name) is None:
             return None
-        values = _tensor(columns[name])
+        values = numbers(columns[name])
         return (values.expand(length) if values.numel() == 1 else values)[first:length]
 
     tokens, filtered = response("token_ids"), columns.get("filtered_rewards")
     return Response(
         step=int(step[1]) if step else 0,
-        mask=in_loss[first:] & bool(columns["sample_loss_mask"]),
+        mask=mask[first:] & bool(used.any()),
         learner=response("prev_logprobs"),
         sampler=response("generation_logprobs"),
         advantages=response("advantages"),
@@ -120,12 +122,14 @@ def _nemo(path: Path, row: dict[str, Any]) -> Response:
 
 
 def _triage(path: Path, row: dict[str, Any]) -> Response:
-    delta = _tensor(row["delta"])
-    advantages = _tensor(row["advantage"])
+    delta = numbers(row["delta"])
+    advantages = numbers(row["advantage"])
     mask = row.get("loss_mask")
     return Response(
         step=int(row["rollout_id"]),
-        mask=torch.ones(delta.numel(), dtype=torch.bool) if mask is None else _tensor(mask) != 0,
+        mask=torch.ones(delta.numel(), dtype=torch.bool)
+        if mask is None
+        else in_loss(numbers(mask)),
         delta=delta,
         advantages=advantages.expand(delta.shape) if advantages.numel() == 1 else advantages,
     )

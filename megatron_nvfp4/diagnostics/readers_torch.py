@@ -13,15 +13,17 @@ last lack the log-probs, context-parallel ranks hold two slices each, which are 
 """
 
 import pickle
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .readers import Response, unknown
+from .readers import FAULTS, Response, in_loss, num_tokens, numbers, said, unknown
 
 SLICED = ("log_probs", "rollout_log_probs", "advantages")  # per context-parallel rank in miles
 
@@ -32,13 +34,13 @@ def load(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path}: not loaded, since it holds Python objects beside tensors and plain values "
-            f"({str(error).splitlines()[0]}); write tensors, numbers, strings, lists and dictionaries"
+            f"{path}: not loaded, since it holds Python objects beside tensors and plain values, or is no "
+            "file of torch.save; write tensors, numbers, strings, lists and dictionaries"
         ) from error
-    except (RuntimeError, EOFError, KeyError) as error:
-        raise ValueError(
-            f"{path}: is no complete file of torch.save ({str(error).splitlines()[0]})"
-        ) from error
+    except FAULTS as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            raise  # of the file system
+        raise ValueError(f"{path}: is no complete file of torch.save ({said(error)})") from error
 
 
 def read_samples(path: Path, content: Any) -> tuple[str, list[Response]]:
@@ -61,7 +63,7 @@ def read_samples(path: Path, content: Any) -> tuple[str, list[Response]]:
 
 
 def _column(values: Any, dtype: torch.dtype = torch.float64) -> Tensor | None:
-    return None if values is None else torch.as_tensor(values).to(dtype).flatten()
+    return None if values is None else numbers(values, dtype)
 
 
 def _last(values: Any, length: int) -> Tensor | None:
@@ -71,9 +73,10 @@ def _last(values: Any, length: int) -> Tensor | None:
 
 
 def _mask(values: Any, length: int) -> Tensor:
-    """No mask means that every token counts."""
-    mask = _column(values, torch.float64)
-    return torch.ones(length, dtype=torch.bool) if mask is None else mask != 0
+    """No mask means that every token counts; the length, which may lie, takes no memory."""
+    if values is None:
+        return torch.ones(1, dtype=torch.bool).expand(length)
+    return in_loss(numbers(values))
 
 
 def _reward(value: Any) -> float | None:
@@ -81,9 +84,7 @@ def _reward(value: Any) -> float | None:
 
 
 def _slime(step: int, sample: dict[str, Any], versions: list[tuple[str, ...]]) -> Response:
-    length = int(sample["response_lengths"])
-    position = sample.get("rollout_position")
-    known = position is not None and position < len(versions)
+    length = num_tokens(sample["response_lengths"])
     return Response(
         step=step,
         mask=_mask(sample["loss_masks"], length),
@@ -92,12 +93,12 @@ def _slime(step: int, sample: dict[str, Any], versions: list[tuple[str, ...]]) -
         advantages=_column(sample.get("advantages")),
         tokens=_last(sample.get("tokens"), length),
         reward=_reward(sample.get("rewards")),
-        versions=versions[position] if known else (),
+        versions=_beside(versions, sample.get("rollout_position")),
     )
 
 
 def _rollout(step: int, sample: dict[str, Any]) -> Response:
-    length = int(sample["response_length"])
+    length = num_tokens(sample["response_length"])
     return Response(
         step=step,
         mask=_mask(sample.get("loss_mask"), length),
@@ -112,6 +113,12 @@ def _versions(sample: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(map(str, sample.get("weight_versions") or ()))
 
 
+def _beside(versions: Sequence[tuple[str, ...]], position: Any) -> tuple[str, ...]:
+    """The weight versions of a sample of the rollout dump; none of one that is not in it."""
+    known = isinstance(position, int) and 0 <= position < len(versions)
+    return versions[position] if known else ()
+
+
 @lru_cache(maxsize=2)
 def _rollout_versions(path: Path, step: int) -> list[tuple[str, ...]]:
     """Weight versions of the samples of the rollout dump beside a train dump; none if it is not there."""
@@ -124,7 +131,7 @@ def _rollout_versions(path: Path, step: int) -> list[tuple[str, ...]]:
 
 
 def _policy_loss(path: Path, call: int, sample: dict[str, Any]) -> Response:
-    learner, length = _column(sample["old_log_probs"]), int(sample["response_length"])
+    learner, length = _column(sample["old_log_probs"]), num_tokens(sample["response_length"])
     if learner is not None and learner.numel() != length:
         raise ValueError(
             f"{path}: sample {sample.get('index')} has {learner.numel()} of {length} response tokens, a "
@@ -174,25 +181,45 @@ class RankFiles:
                 f"its columns are {sorted(map(str, columns))}"
             )
         rows = self._rows.setdefault((path.parent, int(content["rollout_id"])), {})
-        if None in columns["sample_indices"]:
+        indices = columns["sample_indices"]
+        indices = indices.tolist() if isinstance(indices, Tensor) else indices
+        if None in indices:
             raise ValueError(
                 f"{path}: sample_indices has None, so that the files of its ranks cannot be put together; "
                 "set Sample.index in the rollout function"
             )
-        for number, index in enumerate(columns["sample_indices"]):
+        repeated = [index for index, times in Counter(indices).items() if times > 1]
+        if repeated:
+            raise ValueError(
+                f"{path}: sample_indices has {repeated[0]} more than once, so that the files of its ranks "
+                "cannot be put together; give every sample an index of its own"
+            )
+        for name in (*needed, *SLICED, "tokens", "rewards", "weight_versions", "max_seq_lens"):
+            column = columns.get(name)
+            if column is not None and len(column) < len(indices):
+                raise ValueError(
+                    f"{path}: {name} has {len(column)} entries for the {len(indices)} of sample_indices; "
+                    "write the dump again"
+                )
+        for number, index in enumerate(indices):
             rows.setdefault(index, []).append(_Row(path, content, number))
 
-    def join(self) -> Iterator[tuple[Path, list[Response]]]:
-        """(first file, responses) of each rollout."""
+    def rollouts(self) -> Iterator[tuple[Path, Callable[[], list[Response]]]]:
+        """(first file, what makes the responses) of each rollout."""
         for (_, step), samples in self._rows.items():
-            first = next(iter(samples.values()))[0].path
-            versions = _rollout_versions(first, step)
-            yield first, [_joined(step, index, rows, versions) for index, rows in samples.items()]
+            if samples:
+                first = next(iter(samples.values()))[0].path
+                yield first, partial(_all_joined, first, step, samples)
+
+
+def _all_joined(path: Path, step: int, samples: dict[Any, list[_Row]]) -> list[Response]:
+    versions = _rollout_versions(path, step)
+    return [_joined(step, index, rows, versions) for index, rows in samples.items()]
 
 
 def _joined(step: int, index: Any, rows: list[_Row], versions: list[tuple[str, ...]]) -> Response:
     first = rows[0]
-    total, length = int(first.get("total_lengths")), int(first.get("response_lengths"))
+    total, length = (num_tokens(first.get(f"{name}_lengths")) for name in ("total", "response"))
     for row in rows:
         if (row.get("total_lengths"), row.get("response_lengths")) != (total, length):
             raise ValueError(
@@ -201,7 +228,6 @@ def _joined(step: int, index: Any, rows: list[_Row], versions: list[tuple[str, .
             )
     columns = {name: _assemble(name, rows, total, length) for name in SLICED}
     own = first.get("weight_versions")
-    beside = versions[index] if isinstance(index, int) and index < len(versions) else ()
     return Response(
         step=step,
         mask=_mask(first.get("loss_masks"), length),
@@ -210,7 +236,7 @@ def _joined(step: int, index: Any, rows: list[_Row], versions: list[tuple[str, .
         advantages=columns["advantages"],
         tokens=_last(first.get("tokens"), length),
         reward=_reward(first.get("rewards")),
-        versions=beside if own is None else tuple(map(str, own)),
+        versions=_beside(versions, index) if own is None else tuple(map(str, own)),
     )
 
 
@@ -220,9 +246,17 @@ def _assemble(name: str, rows: list[_Row], total: int, length: int) -> Tensor | 
     size = 1
     for row in rows:
         values = _column(row.get(name))
-        if values is not None:
-            size = int(row.content.get("cp_size") or 1)
-            slices.setdefault(int(row.content.get("cp_rank") or 0), values)
+        if values is None:
+            continue
+        size, rank = (
+            int(row.content.get(key) or other) for key, other in (("cp_size", 1), ("cp_rank", 0))
+        )
+        if not 0 <= rank < size:
+            raise ValueError(
+                f"{row.path}: cp_rank={rank} is no context-parallel rank of cp_size={size}; write the dump "
+                "again"
+            )
+        slices.setdefault(rank, values)
     if not slices:
         return None
     if size == 1:
@@ -233,11 +267,17 @@ def _assemble(name: str, rows: list[_Row], total: int, length: int) -> Tensor | 
                 "names no context-parallel rank; write the dump again with a miles that records cp_rank"
             )
         return values
-    missing = sorted(set(range(size)) - set(slices))
-    if missing:
+    if len(slices) < size:
+        missing = list(islice((rank for rank in range(size) if rank not in slices), 8))
         raise ValueError(
             f"{rows[0].path}: {name} of a sample lacks the context-parallel ranks {missing} of {size}; "
             "give the files of all ranks"
+        )
+    num = sum(values.numel() for values in slices.values())
+    if num != length:
+        raise ValueError(
+            f"{rows[0].path}: {name} has {num} of {length} response tokens in all ranks; the files are of "
+            "different runs"
         )
     padded = rows[0].get("max_seq_lens")
     spanned = total if rows[0].content.get("qkv_format", "thd") == "thd" else int(padded)

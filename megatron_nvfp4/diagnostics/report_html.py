@@ -8,6 +8,7 @@ import base64
 import html
 import json
 import math
+import re
 from importlib import resources
 from typing import Any
 
@@ -46,10 +47,8 @@ def page(diagnosis: dict, gaps: Gaps | None) -> str:
         "CHARTS": _asset("charts.js"),
         "PAGE": _asset("page.js"),
     }
-    text = _asset("page.html")
-    for name, part in parts.items():
-        text = text.replace(f"@{name}@", part, 1)
-    return text
+    # In one pass: a file's name in a part may look like another part's place.
+    return re.sub("@([A-Z]+)@", lambda place: parts[place[1]], _asset("page.html"))
 
 
 def _asset(name: str) -> str:

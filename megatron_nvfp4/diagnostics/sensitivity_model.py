@@ -101,6 +101,11 @@ class Decoder:
     def _add(self, name: str, num_experts: int | None, bias: Tensor | None) -> None:
         numbers = [""] if num_experts is None else range(num_experts)
         weights = [self.read(f"{name}.weight{number}") for number in numbers]
+        if name.endswith("linear_fc2") and weights[0].shape[1] % 8:
+            raise ValueError(
+                f"{name}: K={weights[0].shape[1]} is not a multiple of 8, which the activation before it "
+                "takes; take a model with another intermediate_size"
+            )
         self.linears[name] = self.build(name, weights, bias)
 
     @torch.no_grad()

@@ -1,7 +1,6 @@
 """The tokens that a sensitivity tool runs a model on: from plain text, or token ids as JSON."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,6 +18,8 @@ def read_segments(path: Path, model: Path, length: int, count: int) -> list[Tens
     for name, value in (("--length", length), ("--segments", count)):
         if value < 1:
             raise ValueError(f"{name} {value}: give 1 or more")
+    if path.is_dir():
+        raise ValueError(f"--text {path}: is a folder; give a file with text, or with ids as JSON")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -43,19 +44,20 @@ def _ids(path: Path, text: str) -> list[list[int]]:
     remedy = "give [1, 2, ...], or a list of such lists, one a sequence"
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path}: is no JSON ({error}); {remedy}, or text under another ending"
         ) from error
-    if isinstance(found, list) and found and all(type(token) is int for token in found):
+    if found and _is_ids(found):
         return [found]
-    if isinstance(found, list) and found and all(_is_ids(part) for part in found):
+    if found and isinstance(found, list) and all(_is_ids(part) for part in found):
         return found
     raise ValueError(f"{path}: is no list of token ids; {remedy}")
 
 
 def _is_ids(part: object) -> bool:
-    return isinstance(part, Sequence) and all(type(token) is int for token in part)
+    in_range = range(-(2**63), 2**63)  # int64
+    return isinstance(part, list) and all(type(x) is int and x in in_range for x in part)
 
 
 def _tokenize(path: Path, text: str, model: Path) -> list[int]:

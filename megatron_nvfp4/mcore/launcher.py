@@ -49,16 +49,44 @@ def run(script: str, argv: list[str], *, observer: "TrainingObserver | None" = N
 
 
 def _own_options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--minite-device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--minite-run-meta", type=Path)
-    parser.add_argument("--minite-step-log", type=Path)
+    """In the order of the module's text. A capture is an observer here, so its option is only described."""
+    parser = argparse.ArgumentParser(
+        PROGRAM, "%(prog)s VERB ...", add_help=False, allow_abbrev=False
+    )
+    group = parser.add_argument_group("minite's launcher, beside Megatron's own options")
+    group.add_argument(
+        "--minite-device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto, the default: CUDA where torch sees a GPU, else the CPU",
+    )
+    group.add_argument(
+        "--minite-run-meta", type=Path, metavar="FILE", help="JSON record of what ran"
+    )
+    group.add_argument(
+        "--minite-step-log", type=Path, metavar="FILE", help="one JSON line per step"
+    )
+    group.add_argument(
+        "--minite-capture",
+        type=Path,
+        metavar="FILE",
+        help="YAML file: tensors and statistics of which modules, steps and ranks to write",
+    )
     return parser
 
 
 def _prepare(program: str, argv: list[str], observer: "TrainingObserver | None") -> None:
     """Device, process group variables, hooks and records; leaves Megatron's arguments in sys.argv."""
-    options, megatron_argv = _own_options().parse_known_args(argv)
+    own = _own_options()
+    options, megatron_argv = own.parse_known_args(argv)
+    if options.minite_capture is not None:
+        raise ValueError(
+            f"--minite-capture {options.minite_capture}: is an option of `pretrain` and `run` on the "
+            "command line; give a function of this module a diagnostics.capture.Capture as observer"
+        )
+    if {"-h", "--help"} & {*megatron_argv}:
+        own.print_help()  # Megatron's parser, which knows none of these, prints its own behind it
+        print()
     _single_process_defaults()
     on_cpu = _choose_cpu(options.minite_device)
     if on_cpu:
