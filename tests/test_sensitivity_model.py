@@ -82,7 +82,9 @@ def test_logits_are_made_in_parts_without_a_difference(tmp_path, monkeypatch):
     monkeypatch.setattr(sensitivity_model, "LOGITS", 7 * 250)
     parts = model.scores(tokens)
     assert torch.equal(whole.top, parts.top)
-    assert (whole.logprobs - parts.logprobs).abs().max() < 1e-6
+    # A GEMM of other size may add in another order: 2^-24 of the logits' size for each of the sum's terms.
+    bound = model.shape.hidden_size * 2**-24 * whole.logprobs.abs().max()
+    assert (whole.logprobs - parts.logprobs).abs().max() < bound
 
 
 @pytest.mark.parametrize(
