@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from capture_cases import Edit, Model, batch, capture_of, captured, config_of
+from capture_cases import Edit, Model, Seams, batch, capture_of, captured, config_of
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -325,3 +325,19 @@ def test_damaged_passes(left, tmp_path, damage, capsys):
     error = capsys.readouterr().err
     assert str(file) in error
     assert said in error
+
+
+def test_modules_without_a_forward_are_refused_before_the_first_step(tmp_path):
+    # Prevents: a run that dies at its captured step, hours later, or a capture that is empty.
+    class Bypassed(Seams):
+        def bypassed(self, model):
+            return "something else computes the model"
+
+    for what, refused in (("weights", False), ("outputs", True)):
+        rule = CaptureRule(match=("decoder.**",), what=frozenset({what}), tensors=False)
+        capture = capture_of(config_of(tmp_path / what, rule), Bypassed())
+        if refused:
+            with pytest.raises(ValueError, match="else computes the model; capture their weights"):
+                capture.begin_training([Model()], None, 1, 1)
+        else:
+            capture.begin_training([Model()], None, 1, 1)

@@ -61,6 +61,24 @@ def test_a_large_gap_is_no_shift():
     assert "alignment" not in failed(cases.responses(noise=3.0))
 
 
+def test_responses_in_another_order():
+    # Prevents: one side's rows of other responses, by a shuffle or a filter, taken for a numeric mismatch.
+    made = cases.responses()
+    length = min(response.mask.numel() for response in made)
+
+    def cut(response: Response, learner: torch.Tensor) -> Response:
+        columns = ("sampler", "mask", "advantages", "tokens")
+        short = {name: getattr(response, name) for name in columns}
+        short = {name: x if x is None else x[:length] for name, x in short.items()}
+        return replace(response, learner=learner[:length], **short)
+
+    assert "alignment" not in failed([cut(x, x.learner) for x in made])
+    rolled = [*made[1:], made[0]]
+    found = results([cut(x, y.learner) for x, y in zip(made, rolled, strict=True)])["alignment"]
+    assert found.status == "failed"
+    assert "responses in another order" in found.found
+
+
 def test_slowly_varying_log_probs_are_no_shift():
     # Prevents: a shift found where neighbouring tokens are nearly as alike as the two sides are.
     draw = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Measures the kernels of this project on the machine at hand and prints CSV; see `bench.py --help`.
+"""Measures the kernels of this project on the machine at hand and prints CSV.
 
 Every result is checked against the definition before it is timed. Times are medians over replays of
 CUDA graphs whose calls rotate over enough tensors that no cache holds them. The ceiling is a copy of
@@ -375,7 +375,12 @@ def main() -> None:
         description=__doc__.splitlines()[0],
         epilog="`bench.py learner` measures complete Megatron updates; it has its own --help",
     )
-    parser.add_argument("what", choices=KINDS, help="which kernels")
+    parser.add_argument(
+        "what",
+        choices=KINDS,
+        help="quantisers (on a CPU: quantize-cpu), GEMMs, GroupedLinear beside TE (module), kernels and layer of "
+        "the expert dataflow, rows between GPUs (exchange), checkpoint conversion, TRIAGE (rl)",
+    )
     parser.add_argument("--only", default="", help="only cases whose op contains this text")
     parser.add_argument("--csv", type=Path, help="file to write; standard output has it anyway")
     parser.add_argument(

@@ -170,17 +170,22 @@ def _model_faults(profile: Profile, facts: RunFacts) -> list[str]:
     if facts.model_type not in profile.families:
         found.append(
             f"model_type={facts.model_type}: it is defined for {', '.join(profile.families)}; use "
-            "another profile"
+            "another profile, or a model with experts or without, as these have"
         )
     if facts.attention not in profile.attention:
         found.append(
             f"attention={facts.attention}: its order is unknown; use "
             f"{' or '.join(profile.attention)} on both sides"
         )
-    if facts.num_heads == facts.num_kv_heads or facts.head_dim not in (64, 128):
+    if facts.num_heads == facts.num_kv_heads:
         found.append(
-            f"{facts.num_heads} heads on {facts.num_kv_heads} of {facts.head_dim} dimensions: the order "
-            "is known for grouped queries of 64 or 128 dimensions; use a model that has them"
+            f"{facts.num_heads} heads on {facts.num_kv_heads}: the order is known for grouped queries; use a "
+            "model that has them (--group-query-attention --num-query-groups, fewer than the heads)"
+        )
+    if facts.head_dim not in (64, 128):
+        found.append(
+            f"heads of {facts.head_dim} dimensions: the order is known for 64 and 128; use a model that has "
+            "them (--kv-channels)"
         )
     if facts.shared_experts:
         found.append("shared experts: their place in the sum is unknown; use a model without them")

@@ -38,6 +38,10 @@ class Seams(Protocol):
         """Sizes that a comparison needs: num_heads, num_groups, head_dim."""
         ...
 
+    def bypassed(self, model: Sequence[torch.nn.Module]) -> str | None:
+        """Why the modules below the model run no forward, None where they do."""
+        ...
+
     def tensorboard_writer(self) -> Any | None: ...
 
     def observe_experts(self, observer: Callable[[Any], Any] | None) -> None:
@@ -98,6 +102,7 @@ class Capture:
         self._wanted = [
             [(name, module, self.config.of(name)) for name, module in chunk] for chunk in names
         ]
+        self._require_forwards()
         self._require_matches([name for chunk in names for name, _ in chunk])
         if self._is_mine():
             self.config.out.mkdir(parents=True, exist_ok=True)
@@ -147,6 +152,20 @@ class Capture:
 
     def _is_mine(self) -> bool:
         return self.config.ranks is None or self.rank in self.config.ranks
+
+    def _require_forwards(self) -> None:
+        reason = self.seams.bypassed(self._chunks)
+        asked = [
+            name
+            for chunk in self._wanted
+            for name, _, wanted in chunk
+            if name != MODEL and set(wanted) - {"weights"}
+        ]
+        if reason and asked:
+            raise ValueError(
+                f"--minite-capture: {asked[0]} and {len(asked) - 1} more run no forward here: {reason}; "
+                "capture their weights alone, and logprobs of `model`"
+            )
 
     def _require_matches(self, names: list[str]) -> None:
         """Every pattern of every rule; on one rank of a pipeline one may well match nothing."""
@@ -262,6 +281,9 @@ class PlainSeams:
 
     def model(self, model: Sequence[torch.nn.Module]) -> dict[str, int]:
         return {}
+
+    def bypassed(self, model: Sequence[torch.nn.Module]) -> str | None:
+        return None
 
     def tensorboard_writer(self) -> None:
         return None

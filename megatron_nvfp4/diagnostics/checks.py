@@ -25,6 +25,8 @@ MASS_BOUND = 0.99  # mean ratio below which a sampler has left tokens out
 SCALE_BAND = 0.8, 1.25  # ratio of spreads that numerics do not leave at such a correlation
 SCALE_CORRELATION = 0.95
 LAGS = -1, 0, 1
+UNRELATED = 0.1  # pooled correlation below which two sides are not of the same tokens, if
+UNRELATED_GAP = 0.25  # their mean gap is no rounding either, in nats: sure policies hardly vary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +180,15 @@ def alignment(responses: Responses) -> Check:
             name=name,
             status="not run",
             found=f"no response has {MIN_PAIRS} neighbouring tokens in the loss whose log-probs vary",
+            values=values,
+        )
+    mean_gap = float((learner[valid] - sampler[valid]).abs().mean())
+    if not any(counts.values()) and pooled[0] < UNRELATED and mean_gap > UNRELATED_GAP:
+        return Check(
+            name=name,
+            status="failed",
+            found=f"correlation {pooled[0]:.4f} at the same token: the sides are not of the same tokens; "
+            "look for responses in another order, or another checkpoint on one side",
             values=values,
         )
     if not any(counts.values()):

@@ -47,6 +47,14 @@ class MegatronSeams:
             "head_dim": config.kv_channels,
         }
 
+    def bypassed(self, model: Sequence[torch.nn.Module]) -> str | None:
+        """Why the modules below `model` run no forward, None where they do."""
+        from .deterministic_run import run_of
+
+        if any(run_of(chunk) is not None for chunk in model):
+            return "a deterministic profile computes the whole model (deterministic.capture: its operators)"
+        return None
+
     def tensorboard_writer(self) -> Any | None:
         """Megatron's, on the rank that has one."""
         from megatron.training.global_vars import get_tensorboard_writer
