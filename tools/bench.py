@@ -378,8 +378,8 @@ def main() -> None:
     parser.add_argument(
         "what",
         choices=KINDS,
-        help="quantisers (on a CPU: quantize-cpu), GEMMs, GroupedLinear beside TE (module), kernels and layer of "
-        "the expert dataflow, rows between GPUs (exchange), checkpoint conversion, TRIAGE (rl)",
+        help="quantisers (on a CPU: quantize-cpu), GEMMs, GroupedLinear beside TE (module), kernels and "
+        "layer of the expert dataflow, rows between GPUs (exchange), checkpoint conversion, TRIAGE (rl)",
     )
     parser.add_argument("--only", default="", help="only cases whose op contains this text")
     parser.add_argument("--csv", type=Path, help="file to write; standard output has it anyway")
