@@ -320,14 +320,14 @@ def test_the_page_is_one_file(left, right, tmp_path):
 
 def test_outputs_destroy_nothing(left, right, tmp_path, capsys):
     # Prevents: a page that is overwritten by the figures, or a dump that is replaced by either.
-    page = tmp_path / "page.html"
-    assert main(["compare", str(left), str(right), "--json", str(page), "--html", str(page)]) == 2
-    index = right / "index.json"
-    before = index.read_bytes() if index.exists() else b""
-    assert main(["compare", str(left), str(right), "--json", str(right)]) == 2
-    assert "is a folder" in capsys.readouterr().err
+    page, index = tmp_path / "page.html", right / "index.json"
+    before = index.read_bytes()
+    for json_file, words in ((page, "output of --html"), (right, "a folder"), (index, "an input")):
+        options = ["--html", str(page), "--json", str(json_file)]
+        assert main(["compare", str(left), str(right), *options]) == 2
+        assert words in capsys.readouterr().err
     assert not page.exists()
-    assert before == (index.read_bytes() if index.exists() else b"")
+    assert index.read_bytes() == before
 
 
 def _numbers(values: list[float], dtype: torch.dtype, what: str = "output") -> Numbers:

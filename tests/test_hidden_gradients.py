@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_nvfp4.backends import extension
 from megatron_nvfp4.modules import GroupedLinear, QLinearParams
 from megatron_nvfp4.modules.expert_matmul import ExpertMatmul
 from megatron_nvfp4.modules.moe import ExpertDataflow
@@ -157,10 +158,29 @@ def test_what_megatron_waits_for(changes, awaited, monkeypatch):
     assert arguments.gradients_are_awaited(config) is awaited
 
 
+@pytest.mark.skipif(extension.why_not_cpu() is not None, reason=f"cpu: {extension.why_not_cpu()}")
+@pytest.mark.parametrize("kind", [GroupedLinear, Private])
+def test_dataflow_asked_for_tokens_alone(kind):
+    # Prevents: main_grad written where only the tokens' gradient is asked for. Torch's own node, without
+    # the extension, is not told.
+    layers = [layer_of(kind, "nvfp4_per_token_bf16_bwd", *shape) for shape in CALLS["dataflow"][1]]
+    x = normal(11, K).requires_grad_()
+    chosen, probs = torch.zeros(11, 1, dtype=torch.int64), torch.ones(11, 1)
+
+    def product():
+        return ExpertDataflow()(x, chosen, probs, *(ExpertMatmul.of(layer, x) for layer in layers))
+
+    y = product()
+    (alone,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    weights = [weight for layer in layers for weight in layer.weights]
+    assert all((weight.main_grad == 1).all() for weight in weights)
+    product().backward(torch.ones_like(y))
+    assert torch.equal(x.grad, alone)
+    assert not all((weight.main_grad == 1).all() for weight in weights)
+
+
 def test_reference_dataflow_too(monkeypatch):
     # Prevents: the way without an extension handing a hidden weight's gradient to another input.
-    from megatron_nvfp4.backends import extension
-
     monkeypatch.setattr(extension, "functions", lambda: None)
     sides = []
     for kind in (GroupedLinear, Private):

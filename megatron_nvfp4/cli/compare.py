@@ -28,7 +28,8 @@ def compare(
     from .whole_file import check_outputs, write_whole
 
     outputs = {"--html": html, "--json": json_file}
-    check_outputs({name: path and Path(path) for name, path in outputs.items()}, [left, right])
+    inputs = [file for side in (left, right) for file in (Path(side), *Path(side).rglob("*"))]
+    check_outputs({name: path and Path(path) for name, path in outputs.items()}, inputs)
     comparison = compare_sides(*(read_side(path, _megatron_name) for path in (left, right)))
     replays, reasons = compare_replay.replay(comparison, _product) if replay else ([], {})
     for line in compare_report.text(comparison, replays, reasons, common):

@@ -175,7 +175,8 @@ def _write_tables(out: Path, found: Sequence[Any], errors: dict, text: str) -> N
         lines = [{"recipe": recipe} | line for recipe in errors for line in errors[recipe]]
         write_whole(out / "errors.csv", report.as_csv(report.ERRORS, lines))
     try:
-        report.plot(out / f"{STEM}.png", found, errors)
+        with whole_file(out / f"{STEM}.png") as partial:
+            report.plot(partial, found, errors)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "matplotlib":
             raise

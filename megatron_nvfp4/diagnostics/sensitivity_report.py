@@ -176,13 +176,10 @@ def plot(
     for panel, axis in zip(panels, axes[0], strict=True):
         panel(axis, lines, errors)
         axis.grid(alpha=0.3)
-    partial = path.with_name(path.name + ".partial")
     try:
-        figure.savefig(partial, dpi=150, format="png")
-        partial.replace(path)
+        figure.savefig(path, dpi=150, format="png")
     finally:
         plt.close(figure)
-        partial.unlink(missing_ok=True)
 
 
 def _plot_losses(axis, lines, errors) -> None:

@@ -248,9 +248,9 @@ def _backward(
     saved: Sequence[Tensor | None],
     needs_x: bool,
     _needs_probs: bool,
-    _needs_weights: bool,
+    needs_weights: bool,
 ) -> tuple[Tensor | None, Tensor, Matrices | list, Matrices | list]:
-    """Gradients of tokens, probabilities, and the leaves of FC1 and FC2; only the first may be left out."""
+    """Gradients of tokens, probabilities, and the leaves of FC1 and FC2; the probabilities' always."""
     kept, flow = _unflatten(saved, rest.names), rest.flow
     fc1, fc2 = (
         ExpertMatmul(setup, kept.get(key), weights)
@@ -266,11 +266,11 @@ def _backward(
     h, y = kept.get("h"), kept.get("y")
     if h is None:
         h = _hidden(_quantize_tokens(tokens, fc1), plan, fc1.with_operand())
-    if y is None and fc2.trains:
+    if y is None and needs_weights and fc2.trains:
         y = _activation_of_wgrad(h, prob_rows, plan, fc2, flow)
     grad_y = fc2.dgrad(grad_rows, plan.offsets)
     grads1, grads2 = ([None] * len(matmul.leaves) for matmul in (fc1, fc2))
-    if fc2.trains:
+    if needs_weights and fc2.trains:
         grads2 = _fc2_wgrad(grad_rows, y, prob_rows, plan, fc2, flow)
     grad_h, grad_probs = dispatch.weighted_activation_backward(
         grad_y, h, prob_rows, flow.activation
@@ -279,7 +279,7 @@ def _backward(
         rest.show_grads(grad_h, grad_rows)
     del kept, h, y, grad_y, grad_rows
     grad_x = fc1.dgrad(grad_h, plan.offsets) if needs_x else None
-    if fc1.trains:
+    if needs_weights and fc1.trains:
         rows = _rows_of_wgrad(tokens, plan, fc1)
         grads1 = weight_gradient(grad_h, rows, plan.offsets, fc1.weights, fc1.setup)
     columns = [grad_probs] if grad_x is None else [grad_probs, grad_x]
@@ -300,9 +300,9 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # the gradients of a quantised product have no derivative
     def backward(ctx, grad_output):
-        grad_x, grad_probs, *grads = _backward(
-            ctx.rest, grad_output, ctx.saved_tensors, ctx.needs_input_grad[0], True, True
-        )
+        needs_x, needs_probs, _, _, _, _, *needs_weights = ctx.needs_input_grad
+        needs = (needs_x, needs_probs, any(needs_weights))
+        grad_x, grad_probs, *grads = _backward(ctx.rest, grad_output, ctx.saved_tensors, *needs)
         return (grad_x, grad_probs, None, None, None, None, *grads[0], *grads[1])
 
 
