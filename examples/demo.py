@@ -24,6 +24,7 @@ from pathlib import Path
 LAYERS, HIDDEN, SEQUENCE, BATCH = 4, 256, 128, 8
 REPEATED_STEPS = 2  # after the checkpoint: the first proves the weights, the second the optimizer
 TAIL = 5  # steps averaged for the last loss
+MEAN = 10  # steps averaged in the plot of differences
 VOCABULARY = 256  # bytes; byte 0 does not occur in text and ends a document
 
 MODEL_FLAGS = f"""
@@ -287,16 +288,23 @@ def plot(results: list[Result], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for result in results:
-        axes.plot(
-            range(1, len(result.losses) + 1), result.losses, label=result.recipe, linewidth=1.5
-        )
-    axes.set(
-        xlabel="step", ylabel="loss (nats per byte)", title="Training loss, same seed and data"
+    figure, (above, below) = plt.subplots(
+        2, figsize=(7, 6.4), layout="constrained", sharex=True, height_ratios=(3, 2)
     )
-    axes.grid(alpha=0.3)
-    axes.legend()
+    base = results[0]
+    for result in results:
+        losses = result.losses
+        (line,) = above.plot(range(1, len(losses) + 1), losses, label=result.recipe, linewidth=1.3)
+        gaps = [loss - other for loss, other in zip(losses, base.losses, strict=False)]
+        means = [sum(gaps[i - MEAN : i]) / MEAN for i in range(MEAN, len(gaps) + 1)]
+        color = line.get_color()
+        below.plot(range(1, len(gaps) + 1), gaps, linewidth=0.6, alpha=0.35, color=color)
+        below.plot(range(MEAN, len(gaps) + 1), means, linewidth=1.6, color=color)
+    above.set(ylabel="loss (nats per byte)", title="Training loss, same seed and data")
+    below.set(xlabel="step", ylabel=f"difference to {base.recipe}\n(thick: mean of {MEAN})")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    above.legend()
     figure.savefig(path, dpi=150)
 
 
