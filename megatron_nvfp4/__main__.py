@@ -210,6 +210,12 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--profile", default="sglang_det_bf16", metavar="NAME", help="what the sampler must compute"
     )
+    doctor.add_argument(
+        "--sampler-ranks",
+        default="tp1",
+        metavar="RANKS",
+        help="what the learner is told of the sampler: tp1, tp2 or tp2ep2",
+    )
     doctor.set_defaults(run=_doctor)
 
     for verb in (describe, doctor):
@@ -294,7 +300,9 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.sampler:
         from megatron_nvfp4.cli.sampler import examine_sampler
 
-        return examine_sampler(options.sampler, options.profile, as_json=options.json)
+        return examine_sampler(
+            options.sampler, options.profile, options.sampler_ranks, as_json=options.json
+        )
     from megatron_nvfp4.cli.doctor import examine
 
     return examine(

@@ -29,6 +29,7 @@ class _Integer(builtins.int, metaclass=_Integers):
 interpreter.int = _Integer
 
 from megatron_nvfp4.deterministic.kernels import (  # noqa: E402
+    activation,
     attention,
     attention_backward,
     experts,
@@ -37,6 +38,7 @@ from megatron_nvfp4.deterministic.kernels import (  # noqa: E402
     rope,
     router,
 )
+from megatron_nvfp4.deterministic.ops import activation as activation_op  # noqa: E402
 from megatron_nvfp4.deterministic.ops import attention as attention_op  # noqa: E402
 from megatron_nvfp4.deterministic.ops import experts as experts_op  # noqa: E402
 from megatron_nvfp4.deterministic.ops import logprobs as logprobs_op  # noqa: E402
@@ -56,6 +58,63 @@ def agree(name: str, got: Tensor, want: Tensor, tolerance: float = 1e-2) -> None
     assert error < tolerance, f"{name} is off by {error:.2e}"
 
 
+def check_norm_gradients() -> None:
+    weight, wide = draw(128), draw(70, 3, 128)
+    heads = draw(70, 9, 128)[:, 2:5]  # a slice, as of queries, keys and values side by side
+    agree(
+        "rms_norm of heads",
+        norm.rms_norm(heads, weight, 1e-6),
+        norm_op.rms_norm(heads, weight, 1e-6),
+    )
+    got = norm.norm_gradients(wide, heads, weight, 1e-6)
+    for a, b in zip(got, norm_op._gradients(wide, heads, weight, 1e-6), strict=True):
+        agree("gradients of rms_norm", a, b)
+    x, residual, weight, grad, stream = (
+        draw(*s) for s in ((600, 96),) * 2 + ((96,),) + ((600, 96),) * 2
+    )
+    for dtype in (torch.bfloat16, torch.float32):
+        args = (grad, x, weight, 1e-6, residual.to(dtype), stream.to(dtype))
+        got, want = norm.norm_gradients(*args), norm_op._gradients(*args)
+        assert got[1].dtype == dtype
+        for a, b in zip(got, want, strict=True):
+            agree("gradients of add_rms_norm", a, b)
+
+
+def check_logprobs(rounding: torch.dtype) -> None:
+    """Logits in FP32, which the interpreter rounds right, and those that the kernel rounds by itself."""
+    is_rounded = rounding == torch.bfloat16
+    logits = torch.randn(3, 5500).bfloat16().float()
+    tokens, temperature = torch.tensor([0, 5499, 1024]), torch.tensor([1.0, 0.7, 2.0])
+    rescaled = logprobs_op._rescaled(logits, temperature, rounding)
+    want = logprobs_op._logprobs_ref(rescaled, tokens)
+    got = logprobs.token_logprobs(logits, temperature, tokens, is_rounded)
+    for a, b in zip(got, want, strict=True):
+        agree("logprobs", a, b, 1e-2 if is_rounded else 1e-6)
+    args = (logits, temperature, tokens, *want[1:], torch.randn(3))
+    slope = logprobs.grad_logits(*args, is_rounded)
+    agree("gradients of logits", slope, logprobs_op._grad_logits_ref(*args, rounding), 1e-2)
+    if is_rounded:
+        assert torch.equal(got[0], got[0].bfloat16().float()), "FP32 log-probabilities"
+
+
+def check_gradients_of_experts() -> None:
+    x, grad = draw(5, 2 * 1100), draw(5, 1100)
+    want = activation_op.silu_and_mul_backward(grad, x)
+    agree("gradient of silu_and_mul", activation.silu_and_mul_backward(grad, x), want)
+    ids = torch.tensor([[3, 0], [9, 3], [1, 0]])  # 9: an expert that stands elsewhere
+    order, weights = experts_op._Order.of(ids, 4), torch.rand(3, 2)
+    assert order.tokens.tolist() == [0, 2, 2, 0, 1, -1]
+    inner, h = draw(6, 1100), draw(6, 2200)
+    want = experts_op._activation_backward(inner, h, weights, order)
+    got = experts.activation_backward(inner, h, weights, order.tokens, order.slots)
+    assert got[2][1, 0] == 0
+    for a, b in zip(got, want, strict=True):
+        rows = slice(0, 5) if a.shape[0] == 6 else slice(None)
+        agree("gradients between the products of experts", a[rows], b[rows])
+    y, places = torch.randn(5, 64), order.places
+    agree("combine", experts.combine(y, weights, places), experts_op._combine(y, weights, places))
+
+
 def check_rows() -> None:
     x, residual, weight = draw(3, 1536), draw(3, 1536), draw(1536)
     agree("rms_norm", norm.rms_norm(x, weight, 1e-6), norm_op.rms_norm(x, weight, 1e-6))
@@ -66,6 +125,7 @@ def check_rows() -> None:
     )
     for got, want in sums:
         agree("add_rms_norm", got, want)
+    check_norm_gradients()
     table, positions = rope_op.rope_table(64, 1e4, 64, "cpu"), torch.tensor([0, 1, 63, 5])
     x = draw(4, 3, 64)
     for sign in (1.0, -1.0):
@@ -81,10 +141,8 @@ def check_rows() -> None:
     y, weights, places = torch.randn(12, 64), torch.rand(3, 4), torch.randperm(12).view(3, 4)
     agree("combine", experts.combine(y, weights, places), experts_op._combine(y, weights, places))
     agree("combine", experts.combine(y, None, places), experts_op._combine(y, None, places))
-    logits, tokens = torch.randn(3, 2500), torch.tensor([0, 2499, 1024])
-    parts = (logprobs.token_logprobs(logits, tokens), logprobs_op._logprobs_ref(logits, tokens))
-    for got, want in zip(*parts, strict=True):
-        agree("logprobs", got, want, 1e-6)
+    check_logprobs(torch.float32)
+    check_gradients_of_experts()
 
 
 def check_attention() -> None:
@@ -103,4 +161,4 @@ def check_attention() -> None:
 
 check_rows()
 check_attention()
-print("9 kernels agree")
+print("14 kernels agree")

@@ -21,6 +21,7 @@ MODULES = (
     "sglang.srt.layers.quantization.base_config",
     "sglang.srt.layers.quantization.modelopt_quant",
     "sglang.srt.layers.quantization.unquant",
+    "sglang.srt.layers.quantization.utils",
     "sglang.srt.server_args",
     "sglang.srt.utils",
 )
@@ -60,14 +61,24 @@ class StandardCombineInput(NamedTuple):
 class ModelOptFp4Config(QuantizationConfig):
     def __init__(self, excluded: list[str]) -> None:
         super().__init__()
-        self.excluded = excluded
+        self.exclude_modules, self.packed_modules_mapping = excluded, None
 
     @classmethod
     def from_config(cls, config: dict) -> "ModelOptFp4Config":
         return cls(config.get("ignore", []))
 
     def is_layer_excluded(self, prefix: str) -> bool:
-        return any(fnmatch.fnmatch(prefix, pattern) for pattern in self.excluded)
+        return any(fnmatch.fnmatch(prefix, pattern) for pattern in self.exclude_modules)
+
+
+def is_layer_skipped(prefix: str, ignored: list[str], fused_mapping: dict) -> bool:
+    """A fused projection by its parts, of which all are ignored or none is."""
+    parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    module, _, name = prefix.rpartition(".")
+    found = {f"{module}.{part}" in ignored for part in parts.get(name, (name,))}
+    if len(found) > 1:
+        raise ValueError(f"Detected some but not all shards of {prefix}")
+    return found.pop()
 
 
 def set_weight_attrs(weight: torch.Tensor, attributes: dict) -> None:
@@ -90,6 +101,7 @@ def install(monkeypatch) -> types.SimpleNamespace:
         ),
         "layers.quantization.modelopt_quant": (ModelOptFp4Config,),
         "layers.quantization.unquant": (UnquantizedLinearMethod,),
+        "layers.quantization.utils": (is_layer_skipped,),
         "utils": (set_weight_attrs,),
     }
     for module, members in names.items():

@@ -10,7 +10,7 @@ import torch
 
 from megatron_nvfp4.__main__ import main
 from megatron_nvfp4.deterministic import parity
-from megatron_nvfp4.deterministic.profiles import PROFILES, RunFacts, faults, reduce_order, require
+from megatron_nvfp4.deterministic.profiles import PROFILES, RunFacts, SamplerRanks, faults, require
 from megatron_nvfp4.deterministic.sampler import SamplerSettings, sampler_faults
 from megatron_nvfp4.recipes import RECIPES
 
@@ -47,7 +47,10 @@ def test_profiles_are_frozen():
         ({"head_dim": 256}, "of 256 dimensions"),
         ({"capability": (8, 0)}, "compute capability 8.0"),
         ({"params_dtype": "float16"}, "use --bf16"),
-        ({"tensor_parallel": 2, "nccl_algo": "allreduce:tree"}, "hold whole weights"),
+        ({"tensor_parallel": 2}, "of 2 for a sampler of tp1: its ranks do not add"),
+        ({"tensor_parallel": 2, "sampler": SamplerRanks(2, 2), "num_experts": 8}, "of tp2ep2"),
+        ({"tensor_parallel": 4}, "adds 4 partial sums in an order that NCCL's topology decides"),
+        ({"expert_tensor_parallel": 2, "num_experts": 8}, "leave --expert-tensor-parallel-size"),
         ({"expert_parallel": 2}, "by slots on one rank"),
         ({"context_parallel": 2}, "all its keys"),
         ({"sequence_parallel": True}, "turn it off"),
@@ -90,18 +93,14 @@ def test_a_profile_without_its_operators_is_refused():
     ]
 
 
-def test_reduce_order_of_tensor_parallel_ranks():
-    # Prevents: "deterministic" at TP=2 and not at TP=4: [1e4, 1, -1e4, 1] has two sums.
-    partials = torch.tensor([1e4, 1.0, -1e4, 1.0]).bfloat16()
-    ring = ((partials[0] + partials[1]) + partials[2]) + partials[3]
-    tree = (partials[0] + partials[2]) + (partials[1] + partials[3])
-    assert ring != tree
-    facts = replace(FACTS, tensor_parallel=4)
-    with pytest.raises(ValueError, match="set NCCL_ALGO=allreduce:tree on both sides"):
-        reduce_order(facts)
-    sides = {reduce_order(replace(facts, nccl_algo="allreduce:tree")) for _ in range(2)}
-    assert sides == {"BF16 partial sums of 4 ranks by NCCL's tree"}
-    assert any("NCCL_ALGO=None" in fault for fault in faults(BF16, facts))
+def test_two_ranks_of_the_learner_are_those_of_the_sampler():
+    # Prevents: a learner of two ranks refused, or taken with rows of the stream spread over them.
+    both = replace(FACTS, tensor_parallel=2, sampler=SamplerRanks(2))
+    for experts in (None, 2):
+        shared = {"mlp_width": 64, "num_experts": 8, "expert_tensor_parallel": experts}
+        assert faults(BF16, replace(both, **shared)) == []
+    (fault,) = faults(BF16, replace(both, sequence_parallel=True))
+    assert "norms read whole rows of the stream" in fault
 
 
 # --- parity ---------------------------------------------------------------------------------------
@@ -261,8 +260,8 @@ def test_a_sampler_that_agrees():
         (BF16, "SGLANG_ENABLE_JIT_DEEPGEMM=0", "", "set SGLANG_ENABLE_JIT_DEEPGEMM=0"),
         (BF16, "MM_DEEPGEMM=0", "MM_DEEPGEMM=1", "MM_DEEPGEMM is not 0"),
         (BF16, "triton\n", "triton --dtype float16\n", "--dtype=float16"),
-        (BF16, "triton\n", "triton --tp-size 2\n", "NCCL_ALGO=allreduce:tree"),
-        (BF16, "triton\n", "triton --ep-size=2\n", "--ep-size=2"),
+        (BF16, "triton\n", "triton --tp-size 2\nNCCL_ALGO=allreduce:tree\n", "learner computes"),
+        (BF16, "triton\n", "triton --ep-size=2\n", "a sampler of tp1ep2"),
         (BF16, "triton\n", "triton --kv-cache-dtype fp8_e4m3\n", "rounded again"),
         (BF16, "triton\n", "triton --quantization modelopt_fp4\n", "other kernels"),
         (BF16, "# started", "SGLANG_RETURN_ORIGINAL_LOGPROB=1\n#", "before the temperature"),

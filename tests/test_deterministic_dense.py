@@ -1,12 +1,11 @@
 """Dense models of the deterministic profiles, assembled anew from the operators or, for sglang_rl_fsdp, from
 its formulas in plain torch."""
 
-import importlib.util
 from dataclasses import replace
 
 import pytest
 import torch
-from deterministic_small import DENSE, random_weights
+from deterministic_small import DENSE, NO_FA3, random_weights
 from torch import Tensor
 from torch.nn import functional
 
@@ -25,10 +24,6 @@ EPS = 1e-6
 RL = PROFILES["sglang_rl_fsdp"]
 SMALL = DENSE | {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 96, "head_dim": 64}
 PROMPTS, RESPONSES = [[1, 2, 3], [5], [9, 9]], [[7, 95], [0, 1, 2], [4]]
-NO_FA3 = pytest.mark.skipif(
-    importlib.util.find_spec("flash_attn_interface") is None,
-    reason="flash_attn_interface (FlashAttention 3) is not installed",
-)
 
 
 class _TorchOperators:

@@ -5,13 +5,12 @@
 seeded samples, log-probabilities when the tokens were decoded, and when the whole was prefilled again.
 """
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from deterministic_small import MOE, random_weights
+from deterministic_small import MOE, NO_FA3, random_weights
 
 from megatron_nvfp4.deterministic.model import Model
 from megatron_nvfp4.deterministic.ops.activation import silu_and_mul
@@ -89,10 +88,7 @@ def test_prefilled_tokens_have_the_engines_logprobs(weights, golden):
         assert _unequal([got], [each["prefilled"]]) == 0
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("flash_attn_interface") is None,
-    reason="flash_attn_interface (FlashAttention 3) is not installed",
-)
+@NO_FA3
 @pytest.mark.parametrize(("suffix", "temperature"), [("", 1.0), ("_t08", 0.8)])
 def test_fa3_has_the_engines_logprobs(suffix, temperature, weights, golden):
     # Prevents: another call of FlashAttention than the engine's.

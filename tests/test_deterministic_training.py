@@ -59,8 +59,9 @@ def test_training(tmp_path):
     flag = ("--minite-deterministic", PROFILE)
     first = train(tmp_path / "flag", *HEADS, *MINITE, *flag, steps=3)
     policy = tmp_path / "policy.yaml"
-    policy.write_text(f"deterministic: {PROFILE}\ndeterministic_attention: triton\n")
-    arguments = (*HEADS, *MINITE, "--minite-config", policy, *FULL)
+    policy.write_text(f"deterministic: {PROFILE}\ndeterministic_sampler: tp2\n")
+    one_rank = ("--minite-deterministic-sampler", "tp1")  # over the file's
+    arguments = (*HEADS, *MINITE, "--minite-config", policy, *one_rank, *FULL)
     again = train(tmp_path / "file", *arguments, steps=3, program=("-c", COUNTED))
     assert "prepared 3 times" in again.outputs[0]  # of two microbatches a step
     arguments = (*HEADS, *MINITE, "--minite-recipe", "bf16")
@@ -74,6 +75,7 @@ def test_training(tmp_path):
     assert first.meta["deterministic"] == {
         "profile": PROFILE,
         "attention": "triton",
+        "sampler": "tp1",
         "dense": ["bf16", "bf16"],
         "experts": ["bf16", "bf16"],
         "vocab_size": 255,
@@ -125,7 +127,10 @@ def test_the_policy_keeps_what_was_asked():
     # Prevents: a file's profile that its flag does not override, or one that a sampler would resolve.
     from megatron_nvfp4.recipes import describe, resolve
 
-    policy = resolve(environ={}, deterministic="a", deterministic_attention="fa3")
+    policy = resolve(
+        environ={}, deterministic="a", deterministic_attention="fa3", deterministic_sampler="tp2"
+    )
     described = json.loads(json.dumps(describe(policy, {})))
-    assert (described["deterministic"], described["deterministic_attention"]) == ("a", "fa3")
+    keys = ("deterministic", "deterministic_attention", "deterministic_sampler")
+    assert [described[key] for key in keys] == ["a", "fa3", "tp2"]
     assert policy.recipe == resolve(environ={}).recipe

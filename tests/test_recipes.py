@@ -70,6 +70,7 @@ def test_every_setting_has_a_source(tmp_path):
     # Prevents: a new setting whose origin `describe` and run_meta.json do not record.
     keys = {"recipe", "backend", "strict", "shared_experts", "last_layers_bf16"}
     keys |= {"disable_backward_quant", "moe_dataflow", "deterministic", "deterministic_attention"}
+    keys |= {"deterministic_sampler"}
     assert set(resolve(environ={}).sources) == keys
     file = _write(tmp_path, "")
     sources = resolve(environ={"MINITE_CONFIG": file}).sources

@@ -179,6 +179,20 @@ def _quantised(weight: torch.Tensor):
     return q.codes, q.block_scales, q.outer_scale
 
 
+def test_fused_projections_of_a_checkpoint_are_excluded_by_their_parts(sglang):
+    # Prevents: BF16 projections loaded into codes, where a file names q, k and v and SGLang their product.
+    prefix = "model.layers.0.self_attn."
+    ignored = [f"{prefix}{name}_proj" for name in "qkv"]
+    config = _config({"quant_method": "modelopt", "ignore": ignored})
+    dense = sglang_stand_in.LinearBase()
+    method = config.get_quant_method(dense, prefix + "qkv_proj")
+    assert type(method) is sglang_stand_in.UnquantizedLinearMethod
+    assert config.get_quant_method(dense, prefix + "o_proj").is_packed
+    partly = _config({"quant_method": "modelopt", "ignore": ignored[:2]})
+    with pytest.raises(ValueError, match="some but not all"):
+        partly.get_quant_method(dense, prefix + "qkv_proj")
+
+
 def test_nvfp4_checkpoint_gives_the_bits_of_its_bf16_weights(sglang, draw):
     # Prevents: codes quantised again, block scales permuted, a scale inverted.
     config = _config({"quant_method": "modelopt", "ignore": ["lm_head", "*self_attn*"]})
@@ -224,8 +238,8 @@ def test_nvfp4_experts_checkpoint(sglang, draw):
 def test_refusals(sglang, draw):
     # Prevents: shards, scales that differ and unknown experts computed as if they were what they are not.
     method = sglang_methods.linear_method()("model.layers.0.self_attn.o_proj", W4A4, False)
-    with pytest.raises(ValueError, match=r"holds \(48, 32\) of \(48, 64\).*tp_size=1"):
-        method.create_weights(sglang_stand_in.LinearBase(), 32, [48], 64, 48, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"holds \(48, 16\) of \(48, 64\).*tp_size=2"):
+        method.create_weights(sglang_stand_in.LinearBase(), 16, [48], 64, 48, torch.bfloat16)
     packed = sglang_methods.linear_method()("model.layers.0.self_attn.qkv_proj", W4A4, True)
     with pytest.raises(ValueError, match="K=24 is no multiple of 16"):
         _linear_layer(packed, 48, 24)
@@ -237,8 +251,8 @@ def test_refusals(sglang, draw):
     wrong = types.SimpleNamespace(**vars(EXPERTS) | {"activation": "gelu"})
     with pytest.raises(ValueError, match="activation='gelu'; leave the layer in BF16"):
         experts_method.create_moe_runner(None, wrong)
-    with pytest.raises(ValueError, match=r"ep_size=1"):
-        experts_method.create_weights(sglang_stand_in.FusedMoE(8), 4, 64, 32, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"holds \(2, 32\) of \(8, 32\).*ep_size=1 or 2"):
+        experts_method.create_weights(sglang_stand_in.FusedMoE(8), 2, 64, 32, torch.bfloat16)
 
 
 def test_outer_scales_that_no_amax_gives(sglang):

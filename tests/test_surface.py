@@ -150,7 +150,7 @@ THIRD_PARTY = {  # layer: packages it may import at module level
 INSIDE_FUNCTIONS = {  # layer: more packages, where only the function that needs them imports them
     "recipes": {"yaml"},
     "backends": {"transformer_engine", "transformer_engine_torch", "flashinfer", "sglang"},
-    "deterministic": {"sglang", "flashinfer", "flash_attn_interface", "safetensors"},
+    "deterministic": {"sglang", "sgl_kernel", "flashinfer", "flash_attn_interface", "safetensors"},
     "mcore": {"transformer_engine", "gpt_builders"},  # the latter stands in a Megatron checkout
     "rollout": {"sglang", "vllm", "flashinfer"},
     "rl": {"miles", "slime", "verl", "nemo_rl", "megatron"},

@@ -32,7 +32,7 @@ SWIGLU_SHAPE = (32768, 768)
 SWIGLU_OPS = ("swiglu portable", "swiglu fast math")
 KINDS = (
     *("quantize", "quantize-cpu", "gemm", "module", "moe_ops", "moe_layer", "exchange", "convert"),
-    "rl",
+    *("rl", "deterministic"),
 )
 CACHE_BYTES = 400 << 20  # several times the L2
 FIELDS = (
@@ -354,6 +354,10 @@ def chosen(
         import bench_moe_layer
 
         return bench_moe_layer.FIELDS, bench_moe_layer.rows(args.only)
+    if args.what == "deterministic":
+        import bench_deterministic
+
+        return bench_deterministic.FIELDS, bench_deterministic.rows(args.only, args.csv)
     if args.what in ("gemm", "module"):
         import bench_gemm
 
@@ -379,7 +383,8 @@ def main() -> None:
         "what",
         choices=KINDS,
         help="quantisers (on a CPU: quantize-cpu), GEMMs, GroupedLinear beside TE (module), kernels and "
-        "layer of the expert dataflow, rows between GPUs (exchange), checkpoint conversion, TRIAGE (rl)",
+        "layer of the expert dataflow, rows between GPUs (exchange), checkpoint conversion, TRIAGE (rl), the "
+        "deterministic mode",
     )
     parser.add_argument("--only", default="", help="only cases whose op contains this text")
     parser.add_argument("--csv", type=Path, help="file to write; standard output has it anyway")

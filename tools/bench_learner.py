@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PRETRAIN = ("-m", "megatron_nvfp4", "pretrain")
 SEQUENCE = 4096
 TIMEOUT = 600.0  # seconds a process may take
 # Standard deviation of a fixed bias on random router logits, by the coefficient of variation of tokens per
@@ -44,16 +45,22 @@ MODEL = f"""
 
 @dataclass(frozen=True)
 class Learner:
-    """What is trained. policy: YAML of --minite-config; None is Megatron on Transformer Engine."""
+    """What is trained. policy: YAML of --minite-config; None is Megatron on Transformer Engine.
+
+    program: Python's words before Megatron's flags.
+    """
 
     name: str
     policy: str | None
+    program: tuple[str, ...] = PRETRAIN
 
 
 PEER = Learner("TE BF16", None)
 LEARNERS = (
     PEER,
     Learner("bf16", "recipe: bf16"),
+    # The same dataflow, but the experts multiplied by the framework.
+    Learner("bf16 by torch._grouped_mm", "recipe: bf16", ("tools/bench_learner_torch.py",)),
     Learner(
         "nvfp4_per_token, BF16 backward",
         "{recipe: nvfp4_per_token, disable_backward_quant: true}",
@@ -140,7 +147,7 @@ def measure(learner: Learner, routing: str, args: argparse.Namespace) -> dict:
             policy.write_text(learner.policy)
             flags = ["--transformer-impl", "minite", "--minite-config", str(policy)]
         command = [
-            *(sys.executable, "-m", "megatron_nvfp4", "pretrain", *flags),
+            *(sys.executable, *learner.program, *flags),
             *("--minite-step-log", str(steps), "--minite-run-meta", str(meta)),
             *MODEL.split(),
             *("--num-layers", str(args.layers), "--num-experts", str(args.experts)),

@@ -139,7 +139,7 @@ class ReferenceBackend:
         num_cols = b.shape[0] // num_groups
         a_exact, b_exact = self.decode(a), self.decode(b)
         a_scale, b_scale = row_scale(a), row_scale(b)
-        out = torch.empty(a.shape[0], num_cols, dtype=out_dtype, device=a.device)
+        out = torch.zeros(a.shape[0], num_cols, dtype=out_dtype, device=a.device)
         for group in range(num_groups):
             rows = slice(bounds[group], bounds[group + 1])
             cols = slice(group * num_cols, (group + 1) * num_cols)

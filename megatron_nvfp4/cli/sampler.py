@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 
-def examine_sampler(path: str | Path, profile_name: str, *, as_json: bool = False) -> int:
+def examine_sampler(
+    path: str | Path, profile_name: str, ranks: str = "tp1", *, as_json: bool = False
+) -> int:
     """Print what contradicts the profile in FILE, the sampler's `env` and command line; 0 where nothing
     does, else 1.
 
-    ValueError for an unknown profile or one that has no operators here, OSError for a file that cannot
-    be read.
+    ranks: what the learner is told of the sampler, its deterministic_sampler. ValueError for an unknown
+    profile, one that has no operators here or ranks that are none, OSError for a file that cannot be read.
     """
     from megatron_nvfp4.deterministic.profiles import PROFILES
     from megatron_nvfp4.deterministic.sampler import SamplerSettings, sampler_faults
@@ -18,11 +20,16 @@ def examine_sampler(path: str | Path, profile_name: str, *, as_json: bool = Fals
     if profile is None or profile.missing:
         usable = ", ".join(p.name for p in PROFILES.values() if not p.missing)
         raise ValueError(f"doctor: profile {profile_name!r} cannot be run; use one of {usable}")
-    faults = sampler_faults(profile, SamplerSettings.parse(Path(path).read_text()))
+    faults = sampler_faults(profile, SamplerSettings.parse(Path(path).read_text()), ranks)
     if as_json:
-        print(json.dumps({"ok": not faults, "profile": profile.name, "faults": faults}, indent=2))
+        print(
+            json.dumps(
+                {"ok": not faults, "profile": profile.name, "ranks": ranks, "faults": faults},
+                indent=2,
+            )
+        )
     else:
-        print(f"sampler of {profile.name}: {profile.summary}")
+        print(f"sampler of {profile.name}, {ranks}: {profile.summary}")
         print("\n".join(f"[FAIL] {fault}" for fault in faults) or "[ok]   every setting agrees")
         print(f"doctor: {'FAILED' if faults else 'ok'}")
     return 1 if faults else 0

@@ -108,9 +108,11 @@ def _deterministic_lines(description: dict) -> list[str]:
     profile, attention = description["deterministic"], description["deterministic_attention"]
     if profile is None:
         return []
+    sampler = description["deterministic_sampler"]
     return [
         "",
-        f"deterministic profile {profile}, {attention} attention: it computes the whole model",
+        f"deterministic profile {profile}, {attention} attention, a sampler of {sampler}: it computes the "
+        "whole model",
     ]
 
 

@@ -8,55 +8,95 @@ HF's names.
     at the end    h, _ = add_rms_norm(h, residual);  log-probabilities of the tokens by the head
 
 Order: SGLang 0.5.23, models/qwen3.py and models/qwen3_moe.py with --enable-deterministic-inference, and
-models/qwen3.py with --rl-on-policy-target. The profile says which norms, dtypes and roundings. Weights
-are held whole.
+models/qwen3.py with --rl-on-policy-target. The profile says which norms, dtypes and roundings.
+
+A sampler of two ranks (--tp-size 2) adds otherwise where K is shared, and only there. A learner of one rank
+holds all shares and adds as the two do; of two ranks each holds those of the sampler's rank of its number,
+and they meet where the sampler's do. Its rules, all of SGLang 0.5.23 under srt/:
+
+    models/qwen3.py, qwen3_moe.py       a rank has half of the query and of the key heads, of an MLP's and of
+                                        each expert's width: the first halves are rank 0's. Router and norms
+                                        are whole on each.
+    layers/linear.py,                   output and down projections and the sum over a token's slots are
+    layers/moe/fused_moe_triton         BF16 on each rank, of its own share
+    layers/layer_boundary/prepare.py    the next norm's input: one all-reduce of these for attention, one for
+                                        the MLP or the experts, then the addition to the residual; the kernels
+                                        that fuse it with the norm are off (arg_groups/overrides.py,
+                                        _deterministic_allreduce_fusion_disable)
+    arg_groups/attention_hook.py,       the all-reduce is NCCL's in BF16, custom, symmetric-memory and PCIe
+    distributed/parallel_state.py       ones are off: for two ranks one rounded sum of two, in either order
+    layers/moe/token_dispatcher/        --ep-size 2: a rank has half of the experts, whole; ids of the others
+    standard.py, moe_runner/triton.py   are -1, their slots exact zeros; the kernel and the sum are the same
+    layers/vocab_parallel_embedding.py  a token's row, plus zero from the rank that has it not
+    layers/logits_processor.py          logits of half the vocabulary each, BF16, put side by side
+
+Columns of a product, heads and logits do not depend on each other: sharing these changes no bit, except
+that NVFP4 operands are quantised share by share, each with an amax of its own.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from .ops.activation import silu_and_mul
 from .ops.attention import PackedBatch, attention
+from .ops.collectives import gather_columns, shared_input, sum_partials
 from .ops.experts import experts
-from .ops.linear import linear
+from .ops.linear import add_partials, linear
 from .ops.logprobs import token_logprobs
 from .ops.norm import add_rms_norm, rms_norm, rms_norm_fp32
+from .ops.parallel_logprobs import parallel_token_logprobs
 from .ops.rope import apply_rope, rope_table
 from .ops.router import route
 from .parity import record
-from .profiles import Profile, RunFacts, require
+from .profiles import Profile, RunFacts, SamplerRanks, require
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights of one layer: projections of one input stacked, gate None where the MLP is dense."""
+    """Weights of one layer, those that a rank of the sampler has a share of as one share after the other.
+
+    attention: (projections of q, k and v stacked, output projection). mlp: (gate and up projections stacked,
+    down projection), or of all experts, stacked; one share where ranks have whole experts. gate: None where
+    the MLP is dense.
+    """
 
     input_norm: Tensor
     post_norm: Tensor
     q_norm: Tensor
     k_norm: Tensor
-    qkv: Tensor
-    output: Tensor
+    attention: tuple[tuple[Tensor, Tensor], ...]
     gate: Tensor | None
-    w13: Tensor
-    w2: Tensor
+    mlp: tuple[tuple[Tensor, Tensor], ...]
 
     @classmethod
-    def of(cls, weights: Mapping[str, Tensor], number: int, profile: Profile) -> "Layer":
-        """The tensors of model.layers.`number`, stacked; norms' weights as `profile` multiplies them."""
+    def of(
+        cls,
+        weights: Mapping[str, Tensor],
+        number: int,
+        profile: Profile,
+        sampler: SamplerRanks,
+    ) -> "Layer":
+        """The tensors of model.layers.`number`, stacked, cut into the shares of the sampler's ranks; norms'
+        weights as `profile` multiplies them.
+        """
         prefix = f"model.layers.{number}."
         attn, mlp = prefix + "self_attn.", prefix + "mlp."
-        gate = weights.get(mlp + "gate.weight")
+        gate, num_ranks = weights.get(mlp + "gate.weight"), sampler.tensor_parallel
         if gate is None:
-            w13, w2 = _stacked(weights, mlp), weights[mlp + "down_proj.weight"]
+            shares = _shares(weights, mlp, ("gate", "up"), "down", num_ranks)
         else:
-            names = [f"{mlp}experts.{expert}." for expert in range(gate.shape[0])]
-            w13 = torch.stack([_stacked(weights, name) for name in names])
-            w2 = torch.stack([weights[name + "down_proj.weight"] for name in names])
+            num_ranks //= sampler.expert_parallel
+            names = (f"{mlp}experts.{expert}." for expert in range(gate.shape[0]))
+            each = [_shares(weights, name, ("gate", "up"), "down", num_ranks) for name in names]
+            shares = [
+                tuple(torch.stack(matrices) for matrices in zip(*rank, strict=True))
+                for rank in zip(*each, strict=True)
+            ]
         norms = (
             prefix + "input_layernorm.weight",
             prefix + "post_attention_layernorm.weight",
@@ -65,11 +105,9 @@ class Layer:
         )
         return cls(
             *(_widened(weights[name], profile.norm_weight) for name in norms),
-            torch.cat([weights[f"{attn}{name}_proj.weight"] for name in "qkv"]),
-            weights[attn + "o_proj.weight"],
+            tuple(_shares(weights, attn, "qkv", "o", sampler.tensor_parallel)),
             gate,
-            w13,
-            w2,
+            tuple(shares),
         )
 
 
@@ -78,13 +116,24 @@ def _widened(x: Tensor, dtype: str) -> Tensor:
     return x.float() if dtype == "float32" else x
 
 
-def _stacked(weights: Mapping[str, Tensor], prefix: str) -> Tensor:
-    return torch.cat([weights[f"{prefix}{name}_proj.weight"] for name in ("gate", "up")])
+def _shares(
+    weights: Mapping[str, Tensor], prefix: str, ins: Sequence[str], out: str, num_ranks: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Of each rank its rows of the projections `ins`, stacked, and its columns of the projection `out`."""
+    rows = [weights[f"{prefix}{name}_proj.weight"].chunk(num_ranks) for name in ins]
+    cols = weights[f"{prefix}{out}_proj.weight"].chunk(num_ranks, dim=1)
+    return [(torch.cat(own), col.contiguous()) for *own, col in zip(*rows, cols, strict=True)]
 
 
-def run_facts(config: Mapping, attention_kind: str, device: torch.device | str) -> RunFacts:
+def run_facts(
+    config: Mapping,
+    attention_kind: str,
+    device: torch.device | str,
+    sampler: SamplerRanks | str = "tp1",
+) -> RunFacts:
     """What a profile asks of a Hugging Face config (its dictionary) run on one `device`."""
     device = torch.device(device)
+    num_experts = config.get("num_experts", 0)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return RunFacts(
         model_type=config["model_type"],
@@ -93,6 +142,9 @@ def run_facts(config: Mapping, attention_kind: str, device: torch.device | str) 
         num_kv_heads=config["num_key_value_heads"],
         head_dim=config["head_dim"],
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        mlp_width=config["moe_intermediate_size" if num_experts else "intermediate_size"],
+        num_experts=num_experts,
+        sampler=SamplerRanks.parse(sampler),
         attention_dropout=config.get("attention_dropout", 0.0),
         sliding_window=bool(config.get("use_sliding_window")),
         rope_scaling=rope.get("rope_type", "default") != "default",
@@ -109,8 +161,17 @@ class Model:
         profile: Profile | str,
         *,
         attention_kind: str = "triton",
+        sampler: SamplerRanks | str = "tp1",
+        group: ProcessGroup | None = None,
     ) -> None:
-        """weights: BF16 under Hugging Face's names on one device; config: config.json's dictionary.
+        """weights: BF16 under Hugging Face's names on one device; config: config.json's dictionary; sampler:
+        the ranks it is spread over, tp1, tp2 or tp2ep2.
+
+        group: the learner's tensor-parallel ranks, None for one. Of two, each gives its shares: rows of q, k,
+        v, gate and up, columns of o and down, equally many rows of the embedding and the head, padding
+        last; all else whole. Both call every method alike. Gradients of whole weights are equal on both,
+        but for q_norm and k_norm, where each has its own heads' part, to be summed as Megatron's
+        finalize_model_grads does.
 
         The embedding and the norms' weights may be FP32 where the profile takes them so. Raises
         ValueError with all reasons where the profile cannot be honoured, or for biases, KeyError for a
@@ -123,14 +184,29 @@ class Model:
             )
         self.embedding = weights["model.embed_tokens.weight"]
         device = self.embedding.device
-        self.profile = require(profile, run_facts(config, attention_kind, device))
+        self.sampler = SamplerRanks.parse(sampler)
+        self.group = group if group is not None and group.size() > 1 else None
+        num_ranks = 1 if self.group is None else self.group.size()
+        facts = run_facts(config, attention_kind, device, self.sampler)
+        self.profile = require(profile, replace(facts, tensor_parallel=num_ranks))
         self.attention_kind, self.config = attention_kind, config
         num_layers = config["num_hidden_layers"]
-        self.layers = [Layer.of(weights, n, self.profile) for n in range(num_layers)]
+        held = self.sampler if self.group is None else SamplerRanks()  # cut by who gives them
+        self.layers = [
+            Layer.of(weights, number, self.profile, held) for number in range(num_layers)
+        ]
+        self._check_shares(num_ranks)
         self.norm = _widened(weights["model.norm.weight"], self.profile.norm_weight)
         tied = config.get("tie_word_embeddings", False)
         head = self.embedding if tied else weights["lm_head.weight"]
-        head = head[: config["vocab_size"]]  # rows behind it are padding
+        self.vocab_size = config["vocab_size"]
+        if head.shape[0] * num_ranks < self.vocab_size:
+            raise ValueError(
+                f"the head has {head.shape[0]} rows on each of {num_ranks} ranks for a vocabulary of "
+                f"{self.vocab_size}; give them all"
+            )
+        if self.group is None:
+            head = head[: self.vocab_size]  # rows behind it are padding
         # An FP32 embedding multiplies in BF16 where it is the head too.
         self.head = head.to(torch.bfloat16) if self.profile.residual == "float32" else head
         theta = (config.get("rope_parameters") or config)["rope_theta"]
@@ -142,6 +218,18 @@ class Model:
             self.profile.rope_frequencies,
         )
 
+    def _check_shares(self, num_ranks: int) -> None:
+        """ValueError where the learner's ranks have not given their shares, but whole weights."""
+        config = self.config
+        num_heads = config["num_attention_heads"] + 2 * config["num_key_value_heads"]
+        num_rows = num_heads * config["head_dim"] // num_ranks
+        given = sum(qkv.shape[0] for qkv, _ in self.layers[0].attention)
+        if given != num_rows:
+            raise ValueError(
+                f"weights: q, k and v have {given} rows together; give the {num_rows} of one of {num_ranks} "
+                "tensor-parallel ranks"
+            )
+
     def hidden(self, tokens: Tensor, batch: PackedBatch) -> Tensor:
         """Hidden states after the last norm, BF16 (T, H), of tokens int64 (T,) laid as `batch` says."""
         if tokens.shape != (batch.num_rows,):
@@ -149,8 +237,7 @@ class Model:
                 f"hidden: tokens {tuple(tokens.shape)} do not fit the batch; give ({batch.num_rows},)"
             )
         eps = self.config["rms_norm_eps"]
-        embedded = functional.embedding(tokens, self.embedding)
-        residual = record("embedding", _widened(embedded, self.profile.residual))
+        residual = record("embedding", _widened(self._embed(tokens), self.profile.residual))
         h = self._norm(residual, self.layers[0].input_norm).to(torch.bfloat16)
         for number, layer in enumerate(self.layers):
             name = f"layers.{number}."
@@ -186,35 +273,123 @@ class Model:
         lengths = [len(r) for r in responses]
         scored = torch.cat([torch.arange(f - n, f) for f, n in zip(firsts, lengths, strict=True)])
         targets = torch.tensor([t for r in responses for t in r]).to(device)
-        rounding = getattr(torch, self.profile.logprobs)
-        result = token_logprobs(h[scored.to(device)], self.head, targets, temperature, rounding)
+        result = self.score(h[scored.to(device)], targets, temperature)
         return list(record("logprobs", result).split(lengths))
+
+    def score(self, hidden: Tensor, tokens: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+        """Log-probability, FP32 (M,), of tokens int64 (M,) after hidden BF16 (M, H); see token_logprobs."""
+        rounding = getattr(torch, self.profile.logprobs)
+        if self.group is None:
+            return token_logprobs(hidden, self.head, tokens, temperature, rounding)
+        return parallel_token_logprobs(
+            hidden, self.head, tokens, self.vocab_size, self.group, temperature, rounding
+        )
+
+    def logits(self, hidden: Tensor, is_whole: bool = True) -> Tensor:
+        """Logits, BF16 (M, vocab_size), after hidden BF16 (M, H), before the temperature.
+
+        is_whole: False for this rank's columns alone; ValueError where padding stands among any rank's.
+        """
+        if self.group is None:
+            return linear(hidden, self.head)
+        num_padded = self.head.shape[0] * self.group.size() - self.vocab_size
+        if not is_whole and num_padded:
+            raise ValueError(
+                f"logits: {num_padded} of the last rank's columns are padding, which a softmax over "
+                "ranks would count; take whole logits (runtime_gather_output), or losses (labels)"
+            )
+        own = linear(shared_input(hidden, self.group), self.head)
+        return gather_columns(own, self.group)[:, : self.vocab_size] if is_whole else own
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Rows of the embedding, as the sampler's ranks add them."""
+        if self.sampler.tensor_parallel == 1:
+            return functional.embedding(tokens, self.embedding)
+        if self.group is None:
+            # Another rank adds zero, which -0 does not survive.
+            return functional.embedding(tokens, self.embedding) + 0.0
+        num_rows = self.embedding.shape[0]
+        rows = tokens - self.group.rank() * num_rows
+        is_here = (rows >= 0) & (rows < num_rows)
+        own = functional.embedding(rows.where(is_here, 0), self.embedding)
+        return sum_partials(own.where(is_here[:, None], 0.0), self.group)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         norm = rms_norm_fp32 if self.profile.norm_weight == "float32" else rms_norm
         return norm(x, weight, self.config["rms_norm_eps"])
 
     def _attend(self, layer: Layer, h: Tensor, batch: PackedBatch, name: str) -> Tensor:
-        config, size = self.config, self.config["head_dim"]
-        sizes = [config["num_attention_heads"] * size] + 2 * [config["num_key_value_heads"] * size]
-        qkv = record(name + "qkv", linear(h, layer.qkv, self.profile.dense))
+        h = self._shared(h)
+        partials = [
+            self._attend_share(layer, share, h, batch, label)
+            for label, share in self._labelled(name, layer.attention)
+        ]
+        return self._summed(partials, name, "output")
+
+    def _attend_share(
+        self,
+        layer: Layer,
+        share: tuple[Tensor, Tensor],
+        h: Tensor,
+        batch: PackedBatch,
+        name: str,
+    ) -> Tensor:
+        """What one rank's heads add to the output projection."""
+        config, size, (qkv_weight, output) = self.config, self.config["head_dim"], share
+        ranks = self.sampler.tensor_parallel
+        heads = [config["num_attention_heads"]] + 2 * [config["num_key_value_heads"]]
+        qkv = record(name + "qkv", linear(h, qkv_weight, self.profile.dense))
+        sizes = [number // ranks * size for number in heads]
         q, k, v = (t.unflatten(1, (-1, size)) for t in qkv.split(sizes, dim=1))
         q = record(name + "q_norm", self._norm(q, layer.q_norm))
         k = record(name + "k_norm", self._norm(k, layer.k_norm))
         q = record(name + "q_rope", apply_rope(q, self.table, batch.positions))
         k = record(name + "k_rope", apply_rope(k, self.table, batch.positions))
         out = record(name + "attention", attention(q, k, v, batch, self.attention_kind))
-        return record(name + "output", linear(out.flatten(1), layer.output, self.profile.dense))
+        return record(name + "output", linear(out.flatten(1), output, self.profile.dense))
 
     def _mlp(self, layer: Layer, h: Tensor, name: str) -> Tensor:
+        shares = self._labelled(name, layer.mlp)
         if layer.gate is None:
-            h = record(name + "fc1", linear(h, layer.w13, self.profile.dense))
-            h = record(name + "activation", silu_and_mul(h, self.profile.silu_roundings))
-            return record(name + "fc2", linear(h, layer.w2, self.profile.dense))
+            h = self._shared(h)
+            partials = [self._mlp_share(share, h, label) for label, share in shares]
+            return self._summed(partials, name, "fc2")
         logits = record(name + "router_logits", linear(h, layer.gate))
         top_k, renormalize = self.config["num_experts_per_tok"], self.config["norm_topk_prob"]
         weights, ids = route(logits, top_k, renormalize)
         record(name + "router_weights", weights)
         record(name + "router_ids", ids)
-        out = experts(h, weights, ids, layer.w13, layer.w2, self.profile.experts)
-        return record(name + "experts", out)
+        h, weights = self._shared(h), self._shared(weights)
+        operands, num_ranks = self.profile.experts, self.sampler.expert_parallel
+        partials = [
+            record(label + "experts", experts(h, weights, ids, *share, operands, num_ranks))
+            for label, share in shares
+        ]
+        return self._summed(partials, name, "experts")
+
+    def _mlp_share(self, share: tuple[Tensor, Tensor], h: Tensor, name: str) -> Tensor:
+        h = record(name + "fc1", linear(h, share[0], self.profile.dense))
+        h = record(name + "activation", silu_and_mul(h, self.profile.silu_roundings))
+        return record(name + "fc2", linear(h, share[1], self.profile.dense))
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """What every rank reads whole, and uses for its own share."""
+        return x if self.group is None else shared_input(x, self.group)
+
+    def _summed(self, partials: Sequence[Tensor], name: str, output: str) -> Tensor:
+        """The sum over ranks of what was recorded as `output` of each."""
+        if self.group is not None:
+            total = sum_partials(partials[0], self.group)
+        elif len(partials) > 1:
+            total = add_partials(partials)
+        else:
+            return partials[0]
+        return record(name + output, total)
+
+    def _labelled(self, name: str, shares: Sequence) -> list[tuple[str, tuple[Tensor, Tensor]]]:
+        """Each share here, and what its outputs are called: `name` alone where there is but one."""
+        if self.group is not None:
+            return [(f"{name}rank{self.group.rank()}.", shares[0])]
+        if len(shares) == 1:
+            return [(name, shares[0])]
+        return [(f"{name}rank{rank}.", share) for rank, share in enumerate(shares)]

@@ -4,6 +4,7 @@ Stdlib and recipes only. A profile names formulas and orders; ../deterministic/o
 the profiles whose `missing` is empty.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,8 @@ from megatron_nvfp4.recipes import RECIPES, Operands
 
 TREE = "allreduce:tree"  # what SGLang sets NCCL_ALGO to in deterministic mode
 UNQUANTIZED = Operands()
+# Products walk K in steps of 16 and NVFP4 has blocks of 16: a rank's share of a width is whole steps.
+STEP = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +90,44 @@ sglang_minite_nvfp4 = replace(
 PROFILES = {p.name: p for p in (sglang_det_bf16, sglang_rl_fsdp, sglang_minite_nvfp4)}
 
 
+@dataclass(frozen=True)
+class SamplerRanks:
+    """How many ranks one sampler is spread over: its --tp-size, and of these its --ep-size.
+
+    tp ranks share heads, widths and the vocabulary; with ep they share the experts, whole, instead of
+    their widths. Printed and read as `tp1`, `tp2`, `tp2ep2`.
+    """
+
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+
+    @classmethod
+    def parse(cls, text: "str | SamplerRanks") -> "SamplerRanks":
+        """From its name; ValueError for what is none. Whether a profile holds for it, `faults` says."""
+        if isinstance(text, SamplerRanks):
+            return text
+        found = re.fullmatch(r"tp([1-9]\d*)(?:ep([1-9]\d*))?", text)
+        if not found:
+            raise ValueError(
+                f"deterministic_sampler: {text!r} names no ranks; use tp1, tp2 or tp2ep2, as the sampler's "
+                "--tp-size and --ep-size"
+            )
+        return cls(int(found[1]), int(found[2] or 1))
+
+    def __str__(self) -> str:
+        experts = f"ep{self.expert_parallel}" if self.expert_parallel > 1 else ""
+        return f"tp{self.tensor_parallel}{experts}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """What a profile has to know of a run. Defaults are those of a run that honours every profile.
 
-    capability: the GPU's, None where it is not known yet. nccl_algo: the value of NCCL_ALGO on both sides.
-    router_dtype: Megatron's moe_router_dtype. fused_loss: the loss computes log-probabilities by itself.
+    capability: the GPU's, None where it is not known yet.
+    mlp_width: of the MLP or of one expert, num_experts: 0 without; None where they are not known.
+    sampler: the ranks of the sampler, whose shares the learner computes; the parallel sizes are the
+        learner's own, expert_tensor_parallel None where experts are cut as the rest. router_dtype:
+        Megatron's moe_router_dtype. fused_loss: the loss computes log-probabilities by itself.
     """
 
     model_type: str
@@ -101,12 +136,15 @@ class RunFacts:
     num_kv_heads: int
     head_dim: int
     capability: tuple[int, int] | None = None
+    mlp_width: int | None = None
+    num_experts: int | None = None
+    sampler: SamplerRanks = SamplerRanks()
     params_dtype: str = "bfloat16"
     tensor_parallel: int = 1
+    expert_tensor_parallel: int | None = None
     expert_parallel: int = 1
     context_parallel: int = 1
     sequence_parallel: bool = False
-    nccl_algo: str | None = None
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     fused_loss: bool = False
@@ -124,6 +162,7 @@ def faults(profile: Profile, facts: RunFacts) -> list[str]:
     return [
         *_model_faults(profile, facts),
         *_parallel_faults(facts),
+        *_share_faults(facts),
         *_setting_faults(profile, facts),
     ]
 
@@ -144,25 +183,6 @@ def require(profile: str | Profile, facts: RunFacts, more: Sequence[str] = ()) -
         listed = "\n".join(f"  - {reason}" for reason in reasons)
         raise ValueError(f"deterministic: this run cannot honour {profile.name}:\n{listed}")
     return profile
-
-
-def reduce_order(facts: RunFacts) -> str:
-    """How partial sums of tensor-parallel ranks are added; both sides must report the same words.
-
-    Raises ValueError where nothing fixes it.
-    """
-    if facts.tensor_parallel == 1:
-        return "one rank, no sum"
-    if facts.nccl_algo != TREE:
-        raise ValueError(_tree_fault(facts))
-    return f"BF16 partial sums of {facts.tensor_parallel} ranks by NCCL's tree"
-
-
-def _tree_fault(facts: RunFacts) -> str:
-    return (
-        f"tensor parallelism of {facts.tensor_parallel} with NCCL_ALGO={facts.nccl_algo}: partial sums "
-        f"are added in an order that depends on sizes; set NCCL_ALGO={TREE} on both sides, or use 1"
-    )
 
 
 def _model_faults(profile: Profile, facts: RunFacts) -> list[str]:
@@ -197,14 +217,7 @@ def _model_faults(profile: Profile, facts: RunFacts) -> list[str]:
 
 
 def _parallel_faults(facts: RunFacts) -> list[str]:
-    found = []
-    if facts.tensor_parallel > 1 and facts.nccl_algo != TREE:
-        found.append(_tree_fault(facts))
-    if facts.tensor_parallel > 1:
-        found.append(
-            f"tensor parallelism of {facts.tensor_parallel}: the operators hold whole weights; use 1 on "
-            "both sides"
-        )
+    found = _tensor_parallel_faults(facts)
     if facts.expert_parallel > 1:
         found.append(
             f"expert parallelism of {facts.expert_parallel}: a token's experts are added by slots on one "
@@ -217,6 +230,62 @@ def _parallel_faults(facts: RunFacts) -> list[str]:
         )
     if facts.sequence_parallel:
         found.append("sequence parallelism: norms read whole rows of the stream; turn it off")
+    return found
+
+
+def _tensor_parallel_faults(facts: RunFacts) -> list[str]:
+    """Why the learner's ranks cannot add as the sampler's; two add one rounded sum by any NCCL_ALGO."""
+    size, experts = facts.tensor_parallel, facts.expert_tensor_parallel
+    found = []
+    if size > 2:
+        found.append(
+            f"tensor parallelism of {size}: its all-reduce adds {size} partial sums in an order that NCCL's "
+            "topology decides, only the sum of two has one; use 1 or 2"
+        )
+    elif size == 2 and facts.sampler != SamplerRanks(2):
+        found.append(
+            f"tensor parallelism of 2 for a sampler of {facts.sampler}: its ranks do not add what the "
+            "learner's two have; use 1, which computes every sampler's sums, or a sampler of tp2 "
+            "(deterministic_sampler)"
+        )
+    if facts.num_experts and experts not in (None, size):
+        found.append(
+            f"expert tensor parallelism of {experts} beside tensor parallelism of {size}: experts are cut as "
+            "the rest is; leave --expert-tensor-parallel-size out"
+        )
+    return found
+
+
+def sampler_rank_faults(sampler: SamplerRanks) -> list[str]:
+    """Why the sums of a sampler of so many ranks are not known; empty where they are."""
+    size, experts = sampler.tensor_parallel, sampler.expert_parallel
+    if size > 2:
+        return [
+            f"a sampler of {size} ranks ({sampler}): its all-reduce adds {size} partial sums in an order "
+            "that NCCL's topology decides, only the sum of two has one; use tp1 or tp2"
+        ]
+    if experts not in (1, size):
+        return [f"a sampler of {sampler}: its ranks cannot hold the experts so; use tp{size}"]
+    return []
+
+
+def _share_faults(facts: RunFacts) -> list[str]:
+    """Why the sampler's ranks do not hold equal shares of which the order is known."""
+    sampler, size = facts.sampler, facts.sampler.tensor_parallel
+    found = sampler_rank_faults(sampler)
+    if found or size == 1:
+        return found
+    for name, count in (("heads", facts.num_heads), ("key and value heads", facts.num_kv_heads)):
+        if count % size:
+            found.append(f"{count} {name} on a sampler of {sampler}: no equal shares; use tp1")
+    shared, unit, name = facts.mlp_width, size * STEP, "columns of an MLP"
+    if sampler.expert_parallel > 1:
+        shared, unit, name = facts.num_experts, size, "experts"
+    if shared == 0 or (shared or 0) % unit:
+        found.append(
+            f"{shared} {name} on a sampler of {sampler}: give a multiple of {unit}, or use another number "
+            "of ranks"
+        )
     return found
 
 

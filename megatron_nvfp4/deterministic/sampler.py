@@ -9,11 +9,31 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .profiles import TREE, Profile
+from .profiles import TREE, Profile, SamplerRanks, sampler_rank_faults
 
 PLUGIN = "megatron_nvfp4"  # the name of our entry point in SGLang's group
 # Arguments whose default, under deterministic inference, is the profile's value.
 DEFAULTED = ("sampling_backend", "dtype", "moe_runner_backend")
+# Names of the arguments that say over how many ranks the sampler is spread.
+TENSOR_PARALLEL = ("tp_size", "tensor_parallel_size", "tp")
+EXPERT_PARALLEL = ("ep_size", "expert_parallel_size", "ep")
+# (argument, values that change nothing, why the sum of two ranks is another with any other)
+_OF_TWO_RANKS = (
+    ("enable_symm_mem", ("false",), "sums run in other kernels"),
+    ("enable_nccl_nvls", ("false",), "sums run in the switch"),
+    ("enable_mscclpp", ("false",), "sums run in other kernels"),
+    ("enable_quant_communications", ("false",), "partial sums are rounded to 8 bits"),
+    ("enable_layernorm_sp", ("false",), "rows of the stream are spread over ranks"),
+    ("enable_attn_tp_input_scattered", ("false",), "the residual is added before the sum"),
+    ("enable_dp_attention", ("false",), "attention is whole on each rank"),
+    ("attn_dp_size", ("1",), "attention is whole on each rank"),
+    ("attn_cp_size", ("1",), "keys are spread over ranks"),
+    ("moe_dp_size", ("1",), "experts are spread otherwise"),
+    ("moe_a2a_backend", ("none",), "experts' sums run elsewhere"),
+    ("ep_num_redundant_experts", ("0",), "experts stand on other ranks"),
+    ("enable_eplb", ("false",), "experts move between ranks"),
+    ("pp_size", ("1",), "layers are spread over ranks"),
+)
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 
 
@@ -43,12 +63,17 @@ class SamplerSettings:
         return cls(environment, arguments)
 
 
-def sampler_faults(profile: Profile, settings: SamplerSettings) -> list[str]:
-    """Every setting under which the sampler's bits are not the profile's, each with its remedy."""
+def sampler_faults(
+    profile: Profile, settings: SamplerSettings, ranks: SamplerRanks | str = "tp1"
+) -> list[str]:
+    """Every setting under which the sampler's bits are not the profile's, each with its remedy.
+
+    ranks: what the learner is told of the sampler, its deterministic_sampler.
+    """
     return [
         *_argument_faults(profile, settings.arguments),
         *_variable_faults(profile, settings),
-        *_parallel_faults(settings),
+        *_parallel_faults(settings, SamplerRanks.parse(ranks)),
     ]
 
 
@@ -74,16 +99,23 @@ def _argument_faults(profile: Profile, arguments: Mapping[str, str]) -> list[str
             f"--quantization={quantization}: other kernels and roundings than {profile.name}'s; leave it "
             "out or choose another profile"
         )
-    for name, harmless, reason in (
+    unknown = (
         ("kv_cache_dtype", ("auto", "bfloat16", "bf16"), "keys and values are rounded again"),
         ("speculative_algorithm", (), "tokens are scored in other batches of rows"),
         ("enable_lora", ("false",), "adapters add other products"),
         ("enable_fp32_lm_head", ("false",), "logits are not rounded to BF16"),
-    ):
-        if name in arguments and arguments[name] not in harmless:
-            flag = f"--{name.replace('_', '-')}"
-            found.append(f"{flag}={arguments[name]}: {reason}; leave it out")
-    return found
+        ("enable_fused_moe_sum_all_reduce", ("false",), "slots are added as they come"),
+    )
+    return found + _refused(arguments, unknown)
+
+
+def _refused(arguments: Mapping[str, str], rules: tuple) -> list[str]:
+    """A fault for every (argument, harmless values, reason) that is given another value."""
+    return [
+        f"--{name.replace('_', '-')}={arguments[name]}: {reason}; leave it out"
+        for name, harmless, reason in rules
+        if name in arguments and arguments[name] not in harmless
+    ]
 
 
 def _variable_faults(profile: Profile, settings: SamplerSettings) -> list[str]:
@@ -114,11 +146,26 @@ def _variable_faults(profile: Profile, settings: SamplerSettings) -> list[str]:
     return found
 
 
-def _parallel_faults(settings: SamplerSettings) -> list[str]:
-    arguments, found = settings.arguments, []
-    size = arguments.get("tp_size", arguments.get("tensor_parallel_size", "1"))
-    if size != "1" and settings.environment.get("NCCL_ALGO") != TREE:
-        found.append(f"--tp-size={size} without NCCL_ALGO={TREE}; set it on both sides, or use 1")
-    if arguments.get("ep_size", "1") != "1":
-        found.append(f"--ep-size={arguments['ep_size']}: experts are added by ranks; use 1")
+def _parallel_faults(settings: SamplerSettings, told: SamplerRanks) -> list[str]:
+    arguments = settings.arguments
+    sizes = [
+        next((arguments[name] for name in names if name in arguments), "1")
+        for names in (TENSOR_PARALLEL, EXPERT_PARALLEL)
+    ]
+    try:
+        ranks = SamplerRanks.parse("tp{}ep{}".format(*sizes))
+    except ValueError:
+        return ["--tp-size={} --ep-size={}: give numbers".format(*sizes)]
+    found = sampler_rank_faults(ranks)
+    if ranks != told and not found:
+        found.append(
+            f"--tp-size={sizes[0]} --ep-size={sizes[1]}: the learner computes what a sampler of {told} does; "
+            f"give it deterministic_sampler: {ranks} (here --sampler-ranks {ranks}), or start one of {told}"
+        )
+    if ranks.tensor_parallel > 1:
+        if settings.environment.get("NCCL_ALGO") != TREE:
+            found.append(
+                f"--tp-size={sizes[0]} without NCCL_ALGO={TREE}; set it on both sides, or use 1"
+            )
+        found += _refused(arguments, _OF_TWO_RANKS)
     return found

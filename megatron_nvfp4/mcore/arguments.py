@@ -57,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="BACKEND",
         help="the sampler's attention backend, triton or fa3; default: the policy's, triton",
     )
+    group.add_argument(
+        "--minite-deterministic-sampler",
+        default=None,
+        metavar="RANKS",
+        help="the sampler's --tp-size and --ep-size: tp1, tp2 or tp2ep2; default: the policy's, tp1",
+    )
     return parser
 
 
@@ -72,6 +78,7 @@ def policy_of(config: TransformerConfig) -> Policy:
             _argument("minite_config"),
             deterministic=_argument("minite_deterministic"),
             deterministic_attention=_argument("minite_deterministic_attention"),
+            deterministic_sampler=_argument("minite_deterministic_sampler"),
         )
     if policy.deterministic and policy.sources.get("recipe") == "default":
         sources = {**policy.sources, "recipe": BESIDE_PROFILE}

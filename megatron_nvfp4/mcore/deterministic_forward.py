@@ -6,17 +6,24 @@ its rounding. So the forward is not assembled from layer specs: it takes the bui
 whatever spec they came from, and computes beside Megatron's forward, which stays as it is, or in its
 place (deterministic_run.py). Gradients arrive in the parameters, through the hooks that Megatron's DDP
 has set on them. Weights are stacked anew for every such forward, a copy of each.
+
+With --tensor-model-parallel-size 2 every rank gives its shards, which are the shares of a sampler of tp2:
+groups of heads, halves of gate and of up one above the other, columns of the projections behind them, rows of
+the padded vocabulary. Gradients of q and k norms are each rank's part: Megatron's finalize_model_grads adds
+them, with or without a profile.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_nvfp4.deterministic.model import Model
-from megatron_nvfp4.deterministic.profiles import Profile, RunFacts, require
+from megatron_nvfp4.deterministic.ops.collectives import all_gathered
+from megatron_nvfp4.deterministic.profiles import Profile, RunFacts, SamplerRanks, require
 
 # (attribute of TransformerConfig, values the forward computes, remedy)
 _NEEDED = (
@@ -66,30 +73,32 @@ def deterministic_model(
     *,
     vocab_size: int,
     attention_kind: str = "triton",
-    nccl_algo: str | None = None,
+    sampler: SamplerRanks | str = "tp1",
 ) -> Model:
     """The forward of `profile` on the present values of a GPTModel, with gradients to its parameters.
 
     model: a GPTModel, or what Megatron wrapped around it. vocab_size: tokens without the padding of the
-    embedding. nccl_algo: NCCL_ALGO on both sides. To be called anew after every optimizer step. Raises
-    ValueError with all reasons where the model or its configuration cannot honour the profile.
+    embedding. sampler: the ranks it is spread over, tp1, tp2 or tp2ep2. To be called anew after every
+    optimizer step, on all tensor-parallel ranks alike. Raises ValueError with all reasons where the
+    model or its configuration cannot honour the profile.
     """
     while not hasattr(model, "decoder"):
         model = model.module
-    profile = require_model(model, profile, attention_kind, nccl_algo)
+    sampler = SamplerRanks.parse(sampler)
+    profile = require_model(model, profile, attention_kind, sampler)
     positions = model.max_sequence_length
-    return build(model, profile, attention_kind, vocab_size, positions)
+    return build(model, profile, attention_kind, sampler, vocab_size, positions)
 
 
 def require_model(
     model: torch.nn.Module,
     profile: str | Profile,
     attention_kind: str,
-    nccl_algo: str | None = None,
+    sampler: SamplerRanks,
 ) -> Profile:
     """The profile, or ValueError with all reasons why this GPTModel cannot honour it."""
     device = next(model.parameters()).device
-    facts = run_facts(model.config, attention_kind, device, nccl_algo)
+    facts = run_facts(model.config, attention_kind, sampler, device)
     is_scaled = model.position_embedding_type != "rope" or model.rotary_scaling
     facts = replace(facts, rope_scaling=is_scaled)
     return require(profile, facts, [*config_faults(model.config), *_rope_faults(model)])
@@ -99,6 +108,7 @@ def build(
     model: torch.nn.Module,
     profile: Profile,
     attention_kind: str,
+    sampler: SamplerRanks,
     vocab_size: int,
     num_positions: int,
     kind: type[Model] = Model,
@@ -116,12 +126,18 @@ def build(
         "max_position_embeddings": num_positions,
         "vocab_size": vocab_size,
         "tie_word_embeddings": model.share_embeddings_and_output_weights,
+        "intermediate_size": config.ffn_hidden_size,
+        "moe_intermediate_size": config.moe_ffn_hidden_size,
+        "num_experts": config.num_moe_experts or 0,
         "num_experts_per_tok": config.moe_router_topk,
         # Megatron takes the softmax of the chosen logits, unless it is told to take it first.
         "norm_topk_prob": not config.moe_router_pre_softmax,
     }
-    weights = dict(_hf_weights(model))
-    return kind(weights, described, profile, attention_kind=attention_kind)
+    weights = dict(_own_weights(model))
+    group = get_tensor_model_parallel_group() if config.tensor_model_parallel_size > 1 else None
+    return kind(
+        weights, described, profile, attention_kind=attention_kind, sampler=sampler, group=group
+    )
 
 
 def _model_type(config: TransformerConfig) -> str:
@@ -131,8 +147,8 @@ def _model_type(config: TransformerConfig) -> str:
 def run_facts(
     config: TransformerConfig,
     attention_kind: str,
+    sampler: SamplerRanks,
     device: torch.device,
-    nccl_algo: str | None = None,
 ) -> RunFacts:
     """What Megatron's configuration says of a run on `device`; of rope it knows nothing."""
     return RunFacts(
@@ -142,12 +158,15 @@ def run_facts(
         num_kv_heads=config.num_query_groups,
         head_dim=config.kv_channels,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        mlp_width=config.moe_ffn_hidden_size if config.num_moe_experts else config.ffn_hidden_size,
+        num_experts=config.num_moe_experts or 0,
+        sampler=sampler,
         params_dtype=str(config.params_dtype).removeprefix("torch."),
         tensor_parallel=config.tensor_model_parallel_size,
+        expert_tensor_parallel=config.expert_tensor_parallel_size,
         expert_parallel=config.expert_model_parallel_size,
         context_parallel=config.context_parallel_size,
         sequence_parallel=config.sequence_parallel,
-        nccl_algo=nccl_algo,
         hidden_dropout=config.hidden_dropout,
         attention_dropout=config.attention_dropout,
         router_dtype=config.moe_router_dtype,
@@ -179,8 +198,32 @@ def _rope_faults(model: torch.nn.Module) -> list[str]:
     return faults
 
 
-def _hf_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters under Hugging Face's names: views, or casts, that carry gradients."""
+def hf_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Whole weights of a GPTModel under Hugging Face's names, as a sampler loads them.
+
+    Of one rank: views, or casts, that carry gradients. Of several tensor-parallel ranks: new tensors, each
+    gathered when it is asked for, so all ranks take them alike, to the last. The embedding and the head
+    keep the padding of the vocabulary.
+    """
+    is_one = model.config.tensor_model_parallel_size == 1
+    for name, weight in _own_weights(model):
+        axis = None if is_one else _split_axis(name)
+        if axis is not None:
+            weight = all_gathered(weight.detach(), get_tensor_model_parallel_group(), axis)
+        yield name, weight
+
+
+def _split_axis(name: str) -> int | None:
+    """Along which axis tensor-parallel ranks have parts of the weight; None where each has it whole."""
+    if name in ("model.embed_tokens.weight", "lm_head.weight"):
+        return 0
+    if not name.endswith("_proj.weight"):
+        return None
+    return 1 if name.endswith((".o_proj.weight", ".down_proj.weight")) else 0
+
+
+def _own_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """This rank's parameters under Hugging Face's names: views, or casts, that carry gradients."""
     named = dict(model.named_parameters())
     for name, source in (
         ("model.embed_tokens.weight", "embedding.word_embeddings.weight"),
@@ -203,8 +246,8 @@ def _attention(layer: dict[str, Tensor], config) -> Iterator[tuple[str, Tensor]]
     yield "self_attn.k_norm.weight", layer[attn + "k_layernorm.weight"]
     yield "self_attn.o_proj.weight", layer[attn + "linear_proj.weight"]
     # Each group's queries, then its key, then its value.
-    groups, num_cols = config.num_query_groups, config.hidden_size
-    qkv = layer[attn + "linear_qkv.weight"].view(groups, -1, config.kv_channels, num_cols)
+    num_heads, num_cols = config.num_attention_heads // config.num_query_groups, config.hidden_size
+    qkv = layer[attn + "linear_qkv.weight"].view(-1, num_heads + 2, config.kv_channels, num_cols)
     for name, heads in (("q", qkv[:, :-2]), ("k", qkv[:, -2:-1]), ("v", qkv[:, -1:])):
         yield f"self_attn.{name}_proj.weight", heads.reshape(-1, num_cols)
 

@@ -23,9 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_nvfp4.deterministic.model import Model
 from megatron_nvfp4.deterministic.ops.attention import PackedBatch
-from megatron_nvfp4.deterministic.ops.linear import UNQUANTIZED, linear
-from megatron_nvfp4.deterministic.ops.logprobs import token_logprobs
-from megatron_nvfp4.deterministic.profiles import PROFILES, Profile, require
+from megatron_nvfp4.deterministic.ops.linear import UNQUANTIZED
+from megatron_nvfp4.deterministic.profiles import PROFILES, Profile, SamplerRanks, require
 from megatron_nvfp4.recipes import Policy
 
 from . import cpu_device
@@ -50,9 +49,9 @@ NEEDED_ARGUMENTS = (
 # Settings of a policy that say what is quantised, beside its rules.
 _RECIPE_SETTINGS = ("recipe", "shared_experts", "last_layers_bf16", "disable_backward_quant")
 _SIGNATURE = inspect.signature(GPTModel.forward)
-_READ = {"self", "input_ids", "labels", "packed_seq_params"}
-# Rows are causal by position, one rank gathers nothing, masks weigh losses outside, or the router's own.
-_UNREAD = {"position_ids", "attention_mask", "runtime_gather_output", "loss_mask", "padding_mask"}
+_READ = {"self", "input_ids", "labels", "packed_seq_params", "runtime_gather_output"}
+# Rows are causal by position, masks weigh losses outside, or the router's own.
+_UNREAD = {"position_ids", "attention_mask", "loss_mask", "padding_mask"}
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,12 @@ def require_config(policy: Policy, config: TransformerConfig, given: Mapping[str
             reasons.append(f"{name}={value}: {remedy}")
     if policy.deterministic in PROFILES:
         reasons += _recipe_faults(policy, PROFILES[policy.deterministic])
-    facts = run_facts(config, policy.deterministic_attention, device)
+    try:
+        sampler = SamplerRanks.parse(policy.deterministic_sampler)
+    except ValueError as error:
+        sampler = SamplerRanks()
+        reasons.append(str(error))
+    facts = run_facts(config, policy.deterministic_attention, sampler, device)
     require(policy.deterministic, facts, reasons)
 
 
@@ -132,11 +136,14 @@ def _finish_init(model: GPTModel, quantization_config: object) -> None:
     if policy is None or policy.deterministic is None:
         return
     attention_kind = policy.deterministic_attention
-    profile = require_model(model, policy.deterministic, attention_kind)
+    sampler = SamplerRanks.parse(policy.deterministic_sampler)
+    profile = require_model(model, policy.deterministic, attention_kind, sampler)
     model.forward = DeterministicForward(
-        model, profile, attention_kind, vocab_size_of(model.vocab_size)
+        model, profile, attention_kind, sampler, vocab_size_of(model.vocab_size)
     )
-    logger.info("deterministic: the model computes %s, %s", profile.name, attention_kind)
+    logger.info(
+        "deterministic: the model computes %s, %s, %s", profile.name, attention_kind, sampler
+    )
 
 
 def run_of(model: torch.nn.Module) -> "DeterministicForward | None":
@@ -163,10 +170,15 @@ class DeterministicForward:
     """GPTModel.forward by a profile; its arguments are those of Megatron's."""
 
     def __init__(
-        self, model: GPTModel, profile: Profile, attention_kind: str, vocab_size: int
+        self,
+        model: GPTModel,
+        profile: Profile,
+        attention_kind: str,
+        sampler: SamplerRanks,
+        vocab_size: int,
     ) -> None:
         self.model, self.profile, self.attention_kind = model, profile, attention_kind
-        self.vocab_size = vocab_size
+        self.sampler, self.vocab_size = sampler, vocab_size
         self._kept: tuple[tuple, int, Model] | None = None
 
     def __call__(self, *args, **kwargs) -> Tensor:
@@ -175,8 +187,9 @@ class DeterministicForward:
         input_ids (B, S), of which every row is a sequence, causal from position 0; or (1, T) with
         packed_seq_params of format thd, whose cu_seqlens are read on the host: rows outside every
         sequence get zeros. A loss is the token's negative log-probability, 0 for a negative label,
-        infinite for one outside the vocabulary. position_ids and masks are not read. Raises ValueError
-        for an argument that asks for anything else.
+        infinite for one outside the vocabulary. position_ids and masks are not read. Tensor-parallel
+        ranks get equal losses, and as Megatron has it logits of their own columns, or whole ones with
+        runtime_gather_output. Raises ValueError for an argument that asks for anything else.
         """
         given = _SIGNATURE.bind(None, *args, **kwargs).arguments
         others = [n for n in given if n not in _READ | _UNREAD and not _is_empty(given[n])]
@@ -191,7 +204,10 @@ class DeterministicForward:
         forward = self._prepared(max(rows.batch.lengths, default=1))
         hidden = forward.hidden(rows.pick(tokens), rows.batch)
         if labels is None:
-            return rows.spread(linear(hidden, forward.head))
+            is_whole = given.get("runtime_gather_output")
+            if is_whole is None:
+                is_whole = not self.model.parallel_output
+            return rows.spread(forward.logits(hidden, is_whole))
         return rows.spread(_losses(forward, hidden, rows.pick(labels), sampling.temperature))
 
     def describe(self) -> dict[str, object]:
@@ -199,6 +215,7 @@ class DeterministicForward:
         return {
             "profile": self.profile.name,
             "attention": self.attention_kind,
+            "sampler": str(self.sampler),
             "dense": [str(self.profile.dense.left), str(self.profile.dense.right)],
             "experts": [str(self.profile.experts.left), str(self.profile.experts.right)],
             "vocab_size": self.vocab_size,
@@ -242,7 +259,8 @@ class DeterministicForward:
                     "--overlap-param-gather, or the tool that has set them"
                 )
         head = getattr(self.model.output_layer, "weight", None)
-        if head is not None and head.shape[0] != self.model.vocab_size:
+        num_ranks = self.model.config.tensor_model_parallel_size
+        if head is not None and head.shape[0] * num_ranks != self.model.vocab_size:
             raise ValueError(
                 f"deterministic: the output layer has {head.shape[0]} rows for {self.model.vocab_size} "
                 "tokens; a model with another head, such as a critic, is built without the profile"
@@ -251,6 +269,7 @@ class DeterministicForward:
             self.model,
             self.profile,
             self.attention_kind,
+            self.sampler,
             self.vocab_size,
             num_positions,
             self._kind,
@@ -262,9 +281,8 @@ def _is_empty(value: object) -> bool:
 
 
 def _losses(forward: Model, hidden: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    vocab_size, rounding = forward.head.shape[0], getattr(torch, forward.profile.logprobs)
-    tokens = labels.clamp(0, vocab_size - 1)
-    logprobs = token_logprobs(hidden, forward.head, tokens, temperature, rounding)
+    vocab_size = forward.vocab_size
+    logprobs = forward.score(hidden, labels.clamp(0, vocab_size - 1), temperature)
     losses = torch.where(labels < 0, 0.0, -logprobs)
     return torch.where(labels < vocab_size, losses, torch.inf)
 

@@ -93,6 +93,7 @@ class Policy:
     moe_dataflow: one of MOE_DATAFLOWS; "auto" fuses where the model's configuration allows it.
     deterministic: profile of the deterministic mode that a Megatron run computes, None without it.
     deterministic_attention: the sampler's attention backend, of which the profile's order is.
+    deterministic_sampler: the ranks that one sampler is spread over, tp1, tp2 or tp2ep2.
     sources: for each setting, where it came from ("explicit", a variable, a file, "default").
     """
 
@@ -106,6 +107,7 @@ class Policy:
     moe_dataflow: str = "auto"
     deterministic: str | None = None
     deterministic_attention: str = "triton"
+    deterministic_sampler: str = "tp1"
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def named(self, name: str) -> Recipe:
@@ -152,6 +154,7 @@ CONFIG_KEYS = {
     "moe_dataflow": str,
     "deterministic": str,
     "deterministic_attention": str,
+    "deterministic_sampler": str,
 }
 RULE_KEYS = {"match": str, "layer_numbers": list, "recipe": str}
 

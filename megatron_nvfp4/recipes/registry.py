@@ -66,13 +66,14 @@ def resolve(
     backend: str | None = None,
     deterministic: str | None = None,
     deterministic_attention: str | None = None,
+    deterministic_sampler: str | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Policy:
     """The policy that the selectors ask for, with the source of every setting.
 
-    recipe, config, backend, deterministic, deterministic_attention: explicit selectors; None leaves
-        the choice to the environment, then to the config file, then to the default. Whether a profile
-        exists and the run can honour it, the run says.
+    recipe, config, backend, deterministic and its two: explicit selectors; None leaves the choice to
+        the environment, then to the config file, then to the default. Whether a profile exists and the
+        run can honour it, the run says.
     Raises ValueError with the faults of all selectors at once, or with every recipe that
     contradicts DISABLE_BACKWARD_QUANT.
     """
@@ -126,6 +127,7 @@ def resolve(
         deterministic_attention=choose(
             "deterministic_attention", deterministic_attention, None, "triton"
         ),
+        deterministic_sampler=choose("deterministic_sampler", deterministic_sampler, None, "tp1"),
         sources=sources,
     )
 
@@ -190,6 +192,7 @@ def describe(policy: Policy, environ: Mapping[str, str] | None = None) -> dict:
         "moe_dataflow": policy.moe_dataflow,
         "deterministic": policy.deterministic,
         "deterministic_attention": policy.deterministic_attention,
+        "deterministic_sampler": policy.deterministic_sampler,
         "sources": dict(policy.sources),
         "environment": {name: environ.get(name) for name in (*VARIABLES, DISABLE_BACKWARD_QUANT)},
         "foreign_environment": {

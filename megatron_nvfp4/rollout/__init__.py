@@ -1,1 +1,1 @@
-"""The sampler's side: our quantisation method inside an unforked SGLang."""
+"""The sampler's side: our quantisation method inside an unforked SGLang or vLLM."""

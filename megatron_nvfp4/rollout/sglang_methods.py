@@ -1,11 +1,12 @@
 """SGLang's classes of the method minite_nvfp4, made when SGLang is there; what they compute stands in
-sglang_plugin.
+method.py.
 
 Interfaces: SGLang 0.5.23, srt/layers/quantization/base_config.py. Parameters keep the checkpoint's
 shapes and dtypes, so that weight updates load into them; what the products read is made beside them.
 """
 
 import functools
+import math
 
 import torch
 from torch.nn import Parameter
@@ -13,13 +14,13 @@ from torch.nn import Parameter
 from megatron_nvfp4.deterministic.ops.linear import Prepared
 from megatron_nvfp4.recipes import Operands, get_recipe
 
-from .sglang_plugin import (
+from .method import (
     DEFAULT_RECIPE,
     MIN_CAPABILITY,
     NAME,
+    check_experts,
     mix,
     multiply,
-    one_scale,
     operands_for,
     refresh,
     sampler_policy,
@@ -37,6 +38,7 @@ def config_class() -> type:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
     from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+    from sglang.srt.layers.quantization.utils import is_layer_skipped
 
     class MiniteConfig(QuantizationConfig):
         def __init__(self, checkpoint=None, num_layers: int | None = None) -> None:
@@ -72,18 +74,24 @@ def config_class() -> type:
             is_linear = isinstance(layer, LinearBase)
             if not is_linear and not isinstance(layer, FusedMoE):
                 return None
-            operands = self.operands(prefix)
+            operands = None if self.keeps(prefix, is_linear) else self.operands(prefix)
             if operands is None:
                 return UnquantizedLinearMethod() if is_linear else None
             method = linear_method() if is_linear else experts_method()
             return method(prefix, operands, self.checkpoint is not None)
 
+        def keeps(self, prefix: str, is_linear: bool) -> bool:
+            """Whether the checkpoint has the module in BF16; it names the parts of a fused projection."""
+            if self.checkpoint is None:
+                return False
+            names = self.checkpoint.exclude_modules, self.checkpoint.packed_modules_mapping or {}
+            is_skipped = is_linear and is_layer_skipped(prefix, *names)
+            return is_skipped or self.checkpoint.is_layer_excluded(prefix)
+
         def operands(self, prefix: str) -> Operands | None:
             if self.checkpoint is None:
                 return operands_for(prefix, self.policy, self.num_layers)
-            if self.checkpoint.is_layer_excluded(prefix) or prefix.endswith("mlp.gate"):
-                return None
-            return get_recipe(DEFAULT_RECIPE).fprop
+            return None if prefix.endswith("mlp.gate") else get_recipe(DEFAULT_RECIPE).fprop
 
         def get_scaled_act_names(self) -> list[str]:
             return []
@@ -106,7 +114,8 @@ def linear_method() -> type:
             params_dtype, **attributes,
         ) -> None:  # fmt: skip
             num_rows, num_cols = sum(output_partition_sizes), input_size_per_partition
-            _check_whole(self.prefix, (num_rows, num_cols), (output_size, input_size))
+            num_ranks = _num_ranks(self.prefix, (num_rows, num_cols), (output_size, input_size))
+            _check_cut(self.prefix, num_ranks, self.is_packed)
             matrices = _parameters(self.is_packed, (num_rows,), num_cols, params_dtype)
             for suffix, parameter in matrices.items():
                 layer.register_parameter("weight" + suffix, parameter)
@@ -119,7 +128,7 @@ def linear_method() -> type:
 
         def process_weights_after_loading(self, layer) -> None:
             if self.is_packed:
-                scale = one_scale(self.prefix, layer.weight_scale_2.data[None])
+                scale = _one_scale(self.prefix, layer.weight_scale_2.data[None])
                 parts = layer.weight.data[None], layer.weight_scale.data[None]
                 prepared = Prepared.of_codes(*parts, scale, self.operands)
             else:
@@ -149,7 +158,8 @@ def experts_method() -> type:
         ) -> None:  # fmt: skip
             width = intermediate_size_per_partition
             whole = attributes.get("moe_intermediate_size", width)
-            _check_whole(self.prefix, (num_experts, width), (layer.num_experts, whole))
+            _num_ranks(self.prefix, (num_experts, width), (layer.num_experts, whole))
+            _check_cut(self.prefix, whole // width, self.is_packed)
             shapes = {"w13_weight": (2 * width, hidden_size), "w2_weight": (hidden_size, width)}
             for name, (num_rows, num_cols) in shapes.items():
                 lead = (num_experts, num_rows)
@@ -175,7 +185,7 @@ def experts_method() -> type:
                 weight = getattr(layer, name).data
                 if self.is_packed:
                     scales = getattr(layer, name + "_scale_2").data
-                    scale = one_scale(f"{self.prefix}.{name}", scales.view(len(weight), -1))
+                    scale = _one_scale(f"{self.prefix}.{name}", scales.view(len(weight), -1))
                     block_scales = getattr(layer, name + "_scale").data
                     prepared = Prepared.of_codes(weight, block_scales, scale, self.operands)
                 else:
@@ -213,28 +223,44 @@ def _ones(*shape: int) -> Parameter:
     return Parameter(torch.ones(*shape, dtype=torch.float32), requires_grad=False)
 
 
-def _check_whole(prefix: str, held: tuple[int, int], whole: tuple[int, int]) -> None:
-    if held != whole:
+def _num_ranks(prefix: str, held: tuple[int, int], whole: tuple[int, int]) -> int:
+    """How many ranks share what one holds a part of, 1 or 2; ValueError for others."""
+    num_ranks = math.prod(of // part for part, of in zip(held, whole, strict=True))
+    if num_ranks > 2 or math.prod(held) * num_ranks != math.prod(whole):
         raise ValueError(
-            f"{prefix}: this rank holds {held} of {whole}; {NAME} quantises whole weights, start SGLang with "
-            "tp_size=1 and ep_size=1"
+            f"{prefix}: this rank holds {held} of {whole}; the order in which more than two ranks add their "
+            "sums is not known, start SGLang with tp_size=2 and ep_size=1 or 2, or with both 1"
         )
+    return num_ranks
+
+
+def _check_cut(prefix: str, num_parts: int, is_packed: bool) -> None:
+    """ValueError for matrices of an NVFP4 checkpoint that are cut into parts."""
+    if is_packed and num_parts > 1:
+        raise ValueError(
+            f"{prefix}: an NVFP4 matrix cut into {num_parts} keeps the scale of the whole, the learner "
+            "quantises each part by itself; serve the BF16 checkpoint, or experts with ep_size=tp_size"
+        )
+
+
+def _one_scale(prefix: str, scales: torch.Tensor) -> torch.Tensor:
+    """The outer scale FP32 (G,) of fused projections with (G, parts); ValueError where parts differ."""
+    if not torch.equal(scales, scales[:, :1].expand_as(scales)):
+        worst = int((scales != scales[:, :1]).any(1).int().argmax())
+        raise ValueError(
+            f"{prefix}: fused projections have outer scales {scales[worst].tolist()}; one product needs one, "
+            "export with a joint scale (export-nvfp4 does)"
+        )
+    return scales[:, 0].contiguous()
 
 
 def _check_experts(prefix: str, config) -> None:
     """ValueError for what the experts' operator does not compute."""
-    wrong = [
-        f"{name}={value!r}"
-        for name, value, right in (
-            ("activation", config.activation, ("silu",)),
-            ("is_gated", config.is_gated, (True,)),
-            ("apply_router_weight_on_input", config.apply_router_weight_on_input, (False,)),
-            ("routed_scaling_factor", config.routed_scaling_factor, (None, 1.0)),
-            ("no_combine", config.no_combine, (False,)),
-        )
-        if value not in right
-    ]
-    if wrong:
-        raise ValueError(
-            f"{prefix}: {NAME} has no experts with {', '.join(wrong)}; leave the layer in BF16 by a policy"
-        )
+    facts = (
+        ("activation", config.activation, ("silu",)),
+        ("is_gated", config.is_gated, (True,)),
+        ("apply_router_weight_on_input", config.apply_router_weight_on_input, (False,)),
+        ("routed_scaling_factor", config.routed_scaling_factor, (None, 1.0)),
+        ("no_combine", config.no_combine, (False,)),
+    )
+    check_experts(prefix, facts)

@@ -1,4 +1,4 @@
-"""silu(gate) * up; formula in ../ops/activation.py."""
+"""silu(gate) * up and its gradients; formula in ../ops/activation.py."""
 
 import torch
 import triton
@@ -33,6 +33,27 @@ def _silu_and_mul(x, y, size, BLOCK: tl.constexpr):
     tl.store(y + row * size + cols, value.to(y.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def slopes(gate, up, grad):
+    """Gradients of gate and up from that of silu(gate) * up, all FP32."""
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    return grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid)), grad * gate * sigmoid
+
+
+@triton.jit
+def _backward(grad, x, grad_x, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < size
+    gate = tl.load(x + row * 2 * size + cols, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * size + size + cols, mask=inside, other=0.0).to(tl.float32)
+    slope = tl.load(grad + row * size + cols, mask=inside, other=0.0).to(tl.float32)
+    of_gate, of_up = slopes(gate, up, slope)
+    target = grad_x + row * 2 * size + cols
+    tl.store(target, of_gate.to(grad_x.dtype.element_ty), mask=inside)
+    tl.store(target + size, of_up.to(grad_x.dtype.element_ty), mask=inside)
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     """BF16 (M, 2F), contiguous, to BF16 (M, F)."""
     num_rows, size = x.shape[0], x.shape[1] // 2
@@ -40,3 +61,13 @@ def silu_and_mul(x: Tensor) -> Tensor:
     if y.numel():
         _silu_and_mul[(num_rows, triton.cdiv(size, 1024))](x, y, size, BLOCK=1024, num_warps=4)
     return y
+
+
+def silu_and_mul_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of x, BF16 (M, 2F), from that of the result, BF16 (M, F), both contiguous."""
+    num_rows, size = grad.shape
+    grad_x = torch.empty_like(x)
+    if grad.numel():
+        grid = (num_rows, triton.cdiv(size, 1024))
+        _backward[grid](grad, x, grad_x, size, BLOCK=1024, num_warps=4)
+    return grad_x

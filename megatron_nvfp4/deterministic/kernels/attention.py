@@ -7,9 +7,45 @@ from torch import Tensor
 
 from megatron_nvfp4.deterministic.ops.attention import PackedBatch
 
-PROMPT_ROWS, PROMPT_KEYS = 128, 64
-HEADS, RESPONSE_KEYS = 16, 32
+PROMPT_ROWS, PROMPT_KEYS, PROMPT_STAGES = 128, 64, 2
+# Query heads that SGLang's kernel takes at once; ours takes LANES of several rows, as many warps and so the
+# same order.
+HEADS, LANES, RESPONSE_KEYS = 16, 32, 32
 SPLIT = tl.constexpr(256)
+
+
+@triton.jit
+def _walk(
+    query, key_base, value_base, start, row, first_key, last_key, length, scale, kv_stride,
+    largest, total, acc,
+    MASKED: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Tiles of keys from first_key to last_key; MASKED: some are behind a row, or behind the last."""
+    dim = tl.arange(0, SIZE)
+    for first in range(first_key, last_key, KEYS):
+        key = first + tl.arange(0, KEYS)
+        exists = key < length
+        key_at = key_base + (start + key[None, :]) * kv_stride + dim[:, None]
+        value_at = value_base + (start + key[:, None]) * kv_stride + dim[None, :]
+        if MASKED:
+            score = tl.dot(query, tl.load(key_at, mask=exists[None, :], other=0.0)) * scale
+            seen = exists[None, :] & (row[:, None] >= key[None, :])
+            score = tl.where(seen, score, float("-inf"))
+        else:
+            # The product rounds before the maximum is subtracted, as it does behind a mask.
+            score = tl.fma(tl.dot(query, tl.load(key_at)), scale, 0.0)
+        row_max = tl.max(score, 1)
+        new_max = tl.maximum(tl.where(row_max == float("-inf"), -1e20, row_max), largest)
+        rescale = tl.exp(largest - new_max)
+        weight = tl.exp(score - new_max[:, None])
+        total = total * rescale + tl.sum(weight, 1)
+        if MASKED:
+            value = tl.load(value_at, mask=exists[:, None], other=0.0)
+        else:
+            value = tl.load(value_at)
+        acc = acc * rescale[:, None] + tl.dot(weight.to(value.dtype), value)
+        largest = new_max
+    return largest, total, acc
 
 
 @triton.jit
@@ -17,7 +53,8 @@ def _prompt(
     q, k, v, out, lse, starts, prompt_lengths, scale, q_stride, kv_stride, num_heads,
     GROUP: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    tile = tl.num_programs(2) - 1 - tl.program_id(2)  # those with most keys begin
     start = tl.load(starts + sequence).to(tl.int64)
     length = tl.load(prompt_lengths + sequence)
     if tile * ROWS >= length:
@@ -31,23 +68,14 @@ def _prompt(
     total = tl.zeros([ROWS], dtype=tl.float32)
     acc = tl.zeros([ROWS, SIZE], dtype=tl.float32)
     # Tiles behind the last row are masked throughout and change nothing.
-    for first in range(0, tl.minimum(length, tile * ROWS + ROWS), KEYS):
-        key = first + tl.arange(0, KEYS)
-        exists = key < length
-        key_at = (start + key[None, :]) * kv_stride + dim[:, None]
-        score = tl.dot(query, tl.load(key_base + key_at, mask=exists[None, :], other=0.0))
-        score *= scale
-        seen = inside[:, None] & exists[None, :] & (row[:, None] >= key[None, :])
-        score = tl.where(seen, score, float("-inf"))
-        row_max = tl.max(score, 1)
-        new_max = tl.maximum(tl.where(row_max == float("-inf"), -1e20, row_max), largest)
-        rescale = tl.exp(largest - new_max)
-        weight = tl.exp(score - new_max[:, None])
-        total = total * rescale + tl.sum(weight, 1)
-        value_at = (start + key[:, None]) * kv_stride + dim[None, :]
-        value = tl.load(value_base + value_at, mask=exists[:, None], other=0.0)
-        acc = acc * rescale[:, None] + tl.dot(weight.to(value.dtype), value)
-        largest = new_max
+    largest, total, acc = _walk(
+        query, key_base, value_base, start, row, 0, tile * ROWS, length, scale, kv_stride,
+        largest, total, acc, MASKED=False, SIZE=SIZE, KEYS=KEYS,
+    )  # fmt: skip
+    largest, total, acc = _walk(
+        query, key_base, value_base, start, row, tile * ROWS, tl.minimum(length, tile * ROWS + ROWS),
+        length, scale, kv_stride, largest, total, acc, MASKED=True, SIZE=SIZE, KEYS=KEYS,
+    )  # fmt: skip
     out_at = ((start + row[:, None]) * num_heads + head) * SIZE + dim[None, :]
     tl.store(out + out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
     tl.store(lse + (start + row) * num_heads + head, largest + tl.log(total), mask=inside)
@@ -55,38 +83,46 @@ def _prompt(
 
 @triton.jit
 def _response(
-    q, k, v, out, lse, rows, row_starts, scale, q_stride, kv_stride,
+    q, k, v, out, lse, starts, prompt_lengths, scale, q_stride, kv_stride,
     num_heads: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
-    HEADS: tl.constexpr, KEYS: tl.constexpr,
+    LANES: tl.constexpr, VALID: tl.constexpr, SLOTS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    request, tile = tl.program_id(0), tl.program_id(1)
-    valid: tl.constexpr = HEADS if HEADS < GROUP else GROUP
-    row = tl.load(rows + request).to(tl.int64)
-    start = tl.load(row_starts + request).to(tl.int64)
-    length = (row - start).to(tl.int32) + 1
-    head, dim = tile * valid + tl.arange(0, HEADS), tl.arange(0, SIZE)
-    is_head = (head < (tile + 1) * valid) & (head < num_heads)
-    kv_head = tile // tl.cdiv(GROUP, HEADS)
-    q_at = row * q_stride + head[:, None] * SIZE + dim[None, :]
-    query = tl.load(q + q_at, mask=is_head[:, None], other=0.0)
+    num_rows: tl.constexpr = LANES // SLOTS
+    sequence, tile = tl.program_id(0), tl.program_id(1)
+    start = tl.load(starts + sequence).to(tl.int64)
+    length = (tl.load(starts + sequence + 1) - start).to(tl.int32)
+    prompt = tl.load(prompt_lengths + sequence)
+    # Rows side by side that begin at a multiple of num_rows have splits of one length, for that changes at
+    # multiples of 32. Keys behind a row change nothing in it.
+    first_row = (prompt // num_rows + tl.num_programs(2) - 1 - tl.program_id(2)) * num_rows
+    if first_row >= length:
+        return
+    lane, dim = tl.arange(0, LANES), tl.arange(0, SIZE)
+    row, head = first_row + lane // SLOTS, tile * VALID + lane % SLOTS
+    inside = (lane % SLOTS < VALID) & (head < num_heads) & (row >= prompt) & (row < length)
+    kv_head = tile // tl.cdiv(GROUP, 16)
+    q_at = (start + row[:, None]) * q_stride + head[:, None] * SIZE + dim[None, :]
+    query = tl.load(q + q_at, mask=inside[:, None], other=0.0)
     key_base, value_base = k + kv_head * SIZE, v + kv_head * SIZE
-    num_splits = tl.cdiv(length, SPLIT)
-    split_length = tl.cdiv(tl.cdiv(length, num_splits), 32) * 32
-    all_max = tl.zeros([HEADS], dtype=tl.float32) - float("inf")
-    all_total = tl.zeros([HEADS], dtype=tl.float32)
-    all_acc = tl.zeros([HEADS, SIZE], dtype=tl.float32)
+    longest = tl.minimum(first_row + num_rows, length)
+    num_splits = tl.cdiv(longest, SPLIT)
+    split_length = tl.cdiv(tl.cdiv(longest, num_splits), 32) * 32
+    all_max = tl.zeros([LANES], dtype=tl.float32) - float("inf")
+    all_total = tl.zeros([LANES], dtype=tl.float32)
+    all_acc = tl.zeros([LANES, SIZE], dtype=tl.float32)
     for split in range(num_splits):
-        end = tl.minimum(split * split_length + split_length, length)
-        largest = tl.zeros([HEADS], dtype=tl.float32) - float("inf")
-        total = tl.zeros([HEADS], dtype=tl.float32)
-        acc = tl.zeros([HEADS, SIZE], dtype=tl.float32)
+        end = tl.minimum(split * split_length + split_length, longest)
+        largest = tl.zeros([LANES], dtype=tl.float32) - float("inf")
+        total = tl.zeros([LANES], dtype=tl.float32)
+        acc = tl.zeros([LANES, SIZE], dtype=tl.float32)
         for first in tl.range(split * split_length, end, KEYS):
             key = first + tl.arange(0, KEYS)
             exists = key < end
             key_at = (start + key[None, :]) * kv_stride + dim[:, None]
             score = tl.dot(query, tl.load(key_base + key_at, mask=exists[None, :], other=0.0))
             score *= scale
-            score = tl.where(is_head[:, None] & exists[None, :], score, float("-inf"))
+            seen = inside[:, None] & exists[None, :] & (row[:, None] >= key[None, :])
+            score = tl.where(seen, score, float("-inf"))
             value_at = (start + key[:, None]) * kv_stride + dim[None, :]
             value = tl.load(value_base + value_at, mask=exists[:, None], other=0.0)
             new_max = tl.maximum(tl.max(score, 1), largest)
@@ -100,14 +136,14 @@ def _response(
         new_max = tl.maximum(part_lse, all_max)
         rescale, weight = tl.exp(all_max - new_max), tl.exp(part_lse - new_max)
         all_acc = tl.fma(
-            all_acc, tl.broadcast_to(rescale[:, None], (HEADS, SIZE)), weight[:, None] * part
+            all_acc, tl.broadcast_to(rescale[:, None], (LANES, SIZE)), weight[:, None] * part
         )
         all_total = tl.fma(all_total, rescale, weight)
         all_max = new_max
-    out_at = (row * num_heads + head[:, None]) * SIZE + dim[None, :]
+    out_at = ((start + row[:, None]) * num_heads + head[:, None]) * SIZE + dim[None, :]
     result = (all_acc / all_total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + out_at, result, mask=is_head[:, None])
-    tl.store(lse + row * num_heads + head, all_max + tl.log(all_total), mask=is_head)
+    tl.store(out + out_at, result, mask=inside[:, None])
+    tl.store(lse + (start + row) * num_heads + head, all_max + tl.log(all_total), mask=inside)
 
 
 def attend(
@@ -121,18 +157,23 @@ def attend(
     group = num_heads // k.shape[1]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(num_rows, num_heads, dtype=torch.float32, device=q.device)
-    longest = max(batch.prompt_lengths, default=0)
+    num_sequences, longest = len(batch.lengths), max(batch.prompt_lengths, default=0)
     if longest:
-        grid = (len(batch.prompt_lengths), num_heads, triton.cdiv(longest, PROMPT_ROWS))
+        grid = (num_sequences, num_heads, triton.cdiv(longest, PROMPT_ROWS))
         _prompt[grid](
             q, k, v, out, lse, batch.starts, batch.prompts, scale, q.stride(0), k.stride(0), num_heads,
             GROUP=group, SIZE=size, ROWS=PROMPT_ROWS, KEYS=PROMPT_KEYS,
-            num_warps=4 if size <= 64 else 8, num_stages=1,
+            num_warps=4 if size <= 64 else 8, num_stages=PROMPT_STAGES,
         )  # fmt: skip
     if batch.responses.numel():
-        _response[(batch.responses.numel(), triton.cdiv(num_heads, min(HEADS, group)))](
-            q, k, v, out, lse, batch.responses, batch.response_starts, scale, q.stride(0), k.stride(0),
-            num_heads, GROUP=group, SIZE=size, HEADS=HEADS, KEYS=RESPONSE_KEYS,
-            num_warps=4, num_stages=2,
+        valid = min(HEADS, group)
+        slots = triton.next_power_of_2(valid)
+        rows = LANES // slots
+        pairs = zip(batch.prompt_lengths, batch.lengths, strict=True)
+        most = max(triton.cdiv(length, rows) - prompt // rows for prompt, length in pairs)
+        _response[(num_sequences, triton.cdiv(num_heads, valid), most)](
+            q, k, v, out, lse, batch.starts, batch.prompts, scale, q.stride(0), k.stride(0),
+            num_heads, GROUP=group, SIZE=size, LANES=LANES, VALID=valid, SLOTS=slots,
+            KEYS=RESPONSE_KEYS, num_warps=4, num_stages=2,
         )  # fmt: skip
     return out, lse

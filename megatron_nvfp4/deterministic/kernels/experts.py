@@ -1,9 +1,11 @@
-"""The weighted sum of a token's experts; formula in ../ops/experts.py."""
+"""The weighted sum of a token's experts, and gradients between products; formulas in ../ops/experts.py."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .activation import slopes
 
 
 @triton.jit
@@ -16,15 +18,69 @@ def _combine(
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for slot in range(top_k):
         place = tl.load(places + row * top_k + slot).to(tl.int64)
-        value = tl.load(y + place * size + cols, mask=inside, other=0.0).to(tl.float32)
+        is_row = inside & (place >= 0)
+        value = tl.load(y + place * size + cols, mask=is_row, other=0.0).to(tl.float32)
         if WEIGHTED:
             value *= tl.load(weights + row * top_k + slot)
         total += value.to(tl.bfloat16).to(tl.float32)
     tl.store(out + row * size + cols, total.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _activation_backward(
+    inner, h, weights, tokens, slots, grad_h, weighted, grad_weights, size,
+    top_k: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens + row)
+    if token < 0:
+        return
+    at = token * top_k + tl.load(slots + row)
+    weight = tl.load(weights + at)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, size, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        inside = cols < size
+        source = h + row * 2 * size + cols
+        gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(source + size, mask=inside, other=0.0).to(tl.float32)
+        slope = tl.load(inner + row * size + cols, mask=inside, other=0.0).to(tl.float32)
+        y = (gate / (1.0 + tl.exp(-gate)) * up).to(h.dtype.element_ty).to(tl.float32)
+        total += slope * y
+        tl.store(weighted + row * size + cols, (y * weight).to(h.dtype.element_ty), mask=inside)
+        of_gate, of_up = slopes(gate, up, slope * weight)
+        target = grad_h + row * 2 * size + cols
+        tl.store(target, of_gate.to(h.dtype.element_ty), mask=inside)
+        tl.store(target + size, of_up.to(h.dtype.element_ty), mask=inside)
+    tl.store(grad_weights + at, tl.sum(total))
+
+
+def activation_backward(
+    inner: Tensor, h: Tensor, weights: Tensor, tokens: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What stands between the two products' gradients: that of h, BF16 (M, 2F), the activation times its
+    weight, BF16 (M, F), and the gradient of weights, FP32 (T, K).
+
+    inner: the gradient of the activation before its weight, BF16 (M, F). tokens, slots: int64 (M,), the
+    weight of each row; rows of token -1 stay unwritten, weights without a row get 0.
+    """
+    num_rows, size = inner.shape
+    grad_h, weighted = torch.empty_like(h), torch.empty_like(inner)
+    grad_weights = torch.zeros_like(weights)
+    if num_rows:
+        block = min(1024, triton.next_power_of_2(size))
+        _activation_backward[(num_rows,)](
+            inner, h, weights, tokens, slots, grad_h, weighted, grad_weights, size, weights.shape[1],
+            BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return grad_h, weighted, grad_weights
+
+
 def combine(y: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
-    """Rows `places` (T, K) of y (T * K, H), times weights FP32 (T, K), added by slot: BF16 (T, H)."""
+    """Rows `places` (T, K) of y (T * K, H), times weights FP32 (T, K), added by slot: BF16 (T, H).
+
+    A place of -1 adds zero.
+    """
     num_tokens, top_k = places.shape
     out = torch.empty(num_tokens, y.shape[1], dtype=torch.bfloat16, device=y.device)
     if out.numel():

@@ -42,6 +42,10 @@ def silu_and_mul_forward(x: Tensor) -> Tensor:
 
 def silu_and_mul_backward(grad: Tensor, x: Tensor) -> Tensor:
     """The gradient of x, BF16 (M, 2F), in FP32 and rounded once, from that of the result, (M, F)."""
+    if x.device.type == "cuda":
+        from megatron_nvfp4.deterministic.kernels import activation
+
+        return activation.silu_and_mul_backward(grad.contiguous(), x.contiguous())
     gate, up = x.float().chunk(2, dim=1)
     grad = grad.float()
     sigmoid = torch.sigmoid(gate)

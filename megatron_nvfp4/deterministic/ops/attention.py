@@ -10,8 +10,8 @@ A response row of position n has ceil((n+1) / 256) splits of equal length rounde
 in tiles of 32 keys and finished to (acc / total, m + log total); they are merged in order by the same
 rules. So the rows that the sampler produced by decoding get other last bits than a prefill of the same
 tokens, and the learner has to know which are which.
-`fa3`: FlashAttention 3's own kernel with one split, where decoding and prefill agree; on the CPU every
-row counts as a prompt row.
+`fa3`: FlashAttention 3's own kernel with one split, where decoding and prefill agree, with the backward
+below; on the CPU every row counts as a prompt row.
 
 Orders: SGLang 0.5.23, kernels/ops/attention/extend_attention.py (deterministic form) and
 decode_attention.py. Windows, sinks and caps of logits are left out. Backward: P = exp(s - lse),
@@ -94,11 +94,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, kind: str) ->
     if kind not in ("triton", "fa3"):
         raise ValueError(f"attention: kind={kind!r}; use 'triton' or 'fa3'")
     _check(q, k, v, batch)
-    if kind == "fa3" and q.device.type == "cuda":
-        return _flash_attention(q, k, v, batch)
-    if kind == "fa3":
+    if kind == "fa3" and q.device.type == "cpu":
         batch = PackedBatch.of(batch.lengths, batch.lengths, q.device)
-    return _Attention.apply(q, k, v, batch)
+    return _Attention.apply(q, k, v, batch, kind)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> None:
@@ -119,32 +117,45 @@ def _check(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> None:
         )
 
 
-def _flash_attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch):
+    """FlashAttention 3 without gradients: out BF16 (T, heads, D), log-sum-exp FP32 (T, heads).
+
+    SGLang's copy of it comes first: that is the binary the sampler runs.
+    """
+    lse_flag = "return_softmax_lse"
     try:
-        from flash_attn_interface import flash_attn_varlen_func
-    except ImportError as error:
-        raise RuntimeError(
-            "attention: kind='fa3' needs FlashAttention 3 (module flash_attn_interface), which cannot "
-            f"be imported ({error}); install it, or use the triton backend on both sides"
-        ) from error
+        from sgl_kernel.flash_attn import flash_attn_varlen_func
+    except ImportError as absent:
+        try:
+            from flash_attn_interface import flash_attn_varlen_func
+        except ImportError as error:
+            raise RuntimeError(
+                "attention: kind='fa3' needs FlashAttention 3, in sgl_kernel.flash_attn, which cannot be "
+                f"imported ({absent}), or in flash_attn_interface ({error}); install sglang-kernel, or use "
+                "the triton backend on both sides"
+            ) from error
+        lse_flag = "return_attn_probs"
     longest = max(batch.lengths, default=0)
-    result = flash_attn_varlen_func(
+    out, lse, *_ = flash_attn_varlen_func(
         q, k, v, batch.starts, batch.starts, longest, longest,
-        softmax_scale=q.shape[2] ** -0.5, causal=True, num_splits=1, deterministic=True,
+        softmax_scale=q.shape[2] ** -0.5, causal=True, num_splits=1, **{lse_flag: True},
     )  # fmt: skip
-    return result[0] if isinstance(result, tuple) else result
+    return out, lse.t().contiguous()
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, kind: str) -> Tensor:
         scale = q.shape[2] ** -0.5
         if q.device.type == "cuda":
             from megatron_nvfp4.deterministic.kernels import attention
 
             q, k, v = (_dense_heads(t) for t in (q, k, v))
             k, v = (k, v) if k.stride(0) == v.stride(0) else (k.contiguous(), v.contiguous())
-            out, lse = attention.attend(q, k, v, batch, scale)
+            if kind == "fa3" and q.shape[0]:
+                out, lse = _flash_attention(q, k, v, batch)
+            else:
+                out, lse = attention.attend(q, k, v, batch, scale)
         else:
             out, lse = _attend_ref(q, k, v, batch, scale)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -162,7 +173,7 @@ class _Attention(torch.autograd.Function):
             grads = kernels.attend_backward(q, k, v, out, lse, grad, ctx.batch, ctx.scale)
         else:
             grads = _attend_backward_ref(q, k, v, out, lse, grad, ctx.batch, ctx.scale)
-        return *grads, None
+        return *grads, None, None
 
 
 def _dense_heads(x: Tensor) -> Tensor:

@@ -3,9 +3,10 @@
     h = bf16(x w13_e)                               a = silu_and_mul(h)
     y = bf16(fp32 accumulator of (a w2_e) * w)      out = bf16(sum over slots k of y_k)
 
-The sum starts with slot 0 and adds in FP32. Formula: SGLang 0.5.23,
-kernels/ops/moe/fused_moe_triton_kernels.py and moe_sum_reduce. A row's bits do not depend on the rows
-beside it. Shared experts and dropped tokens are left out.
+The sum starts with slot 0 and adds in FP32. Where two ranks of the sampler have half of the experts each, a
+rank adds the slots of its own so, zeros in the others' place, and the two results are added. Formula: SGLang
+0.5.23, kernels/ops/moe/fused_moe_triton_kernels.py and moe_sum_reduce. A row's bits do not depend on the
+rows beside it. Shared experts and dropped tokens are left out.
 """
 
 from dataclasses import dataclass
@@ -14,30 +15,38 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_nvfp4.backends import dispatch
 from megatron_nvfp4.recipes import Operands
 
 from .activation import silu_and_mul_backward, silu_and_mul_forward
-from .linear import UNQUANTIZED, Prepared, check_matrix, grouped_dgrad, grouped_wgrad
+from .linear import (
+    UNQUANTIZED,
+    Prepared,
+    add_partials,
+    check_matrix,
+    grouped_dgrad,
+    grouped_wgrad,
+)
 
 
 @dataclass(frozen=True)
 class _Order:
-    """Pairs (token, slot) by expert: `rows` their tokens, `places` (T, K) where they went, offsets (E+1,)."""
+    """Rows by expert: `tokens`, `slots` (M,) of each, `places` (T, K) where each pair went, offsets (E+1,).
 
-    pairs: Tensor
-    rows: Tensor
+    -1 for a pair without a row, and for rows behind the last expert's.
+    """
+
+    tokens: Tensor
+    slots: Tensor
     places: Tensor
     offsets: Tensor
 
     @classmethod
     def of(cls, experts: Tensor, num_experts: int) -> "_Order":
-        top_k = experts.shape[1]
-        ids, pairs = experts.flatten().long().sort(stable=True)
-        places = torch.empty_like(pairs)
-        places[pairs] = torch.arange(pairs.numel(), device=pairs.device)
-        bounds = torch.arange(num_experts + 1, device=pairs.device)
-        offsets = torch.searchsorted(ids, bounds)
-        return cls(pairs, pairs // top_k, places.view(experts.shape), offsets)
+        """Ids of E or more are of experts that stand elsewhere."""
+        routing = dispatch.route(torch.where(experts < num_experts, experts, -1), num_experts)
+        rows = routing.rows_of_token
+        return cls(routing.token_of_row, routing.slot_of_row, rows, routing.offsets)
 
 
 def experts(
@@ -47,12 +56,14 @@ def experts(
     w13: Tensor,
     w2: Tensor,
     operands: Operands = UNQUANTIZED,
+    num_ranks: int = 1,
 ) -> Tensor:
     """x BF16 (T, H) through the experts `ids` int (T, K) with weights FP32 (T, K), as `route` gives
     them: BF16 (T, H).
 
     w13: BF16 (E, 2F, H), gates above ups; w2: BF16 (E, H, F). operands: formats of both products'
-    operands in the forward. Raises ValueError for shapes or dtypes that do not fit; ids are trusted.
+    operands in the forward. num_ranks: 1, or 2 of which each has half of the experts. Raises ValueError
+    for shapes or dtypes that do not fit; ids are trusted.
     """
     num_experts, width, size = w13.shape
     check_matrix("experts", x, size)
@@ -68,7 +79,7 @@ def experts(
             f"experts: weights are {weights.dtype} {tuple(weights.shape)}, ids {tuple(ids.shape)}; give FP32 "
             "weights of the ids' shape, as route returns them"
         )
-    return _Experts.apply(x, weights, ids, w13, w2, operands)
+    return _Experts.apply(x, weights, ids, w13, w2, operands, num_ranks)
 
 
 def _combine(y: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
@@ -76,7 +87,8 @@ def _combine(y: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
         from megatron_nvfp4.deterministic.kernels import experts
 
         return experts.combine(y, weights, places)
-    values = y[places.flatten()].view(*places.shape, y.shape[1]).float()
+    rows = dispatch.gather_rows(y, places.flatten())
+    values = rows.view(*places.shape, y.shape[1]).float()
     if weights is not None:
         values = values * weights[..., None]
     total = torch.zeros_like(values[:, 0])
@@ -86,21 +98,28 @@ def _combine(y: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
 
 
 def run_experts(
-    x: Tensor, weights: Tensor, ids: Tensor, w13: Prepared, w2: Prepared
+    x: Tensor, weights: Tensor, ids: Tensor, w13: Prepared, w2: Prepared, num_ranks: int = 1
 ) -> tuple[Tensor, Tensor, _Order]:
-    """`experts` of prepared weights, no checks, no gradient: the result, FC1's output, the order of rows."""
+    """`experts` of prepared weights, no checks, no gradient: the result, FC1's output, the order of rows.
+
+    An id of E, of an expert that stands elsewhere, adds zero.
+    """
     order = _Order.of(ids, w13.shape[0])
-    h = w13.times(x[order.rows], order.offsets, x.dtype)
+    h = w13.times(dispatch.gather_rows(x, order.tokens), order.offsets, x.dtype)
     # FC2's accumulators themselves: the router weight comes before their rounding.
     y = w2.times(silu_and_mul_forward(h), order.offsets, torch.float32)
-    return _combine(y, weights, order.places), h, order
+    if num_ranks == 1:
+        return _combine(y, weights, order.places), h, order
+    owners = ids // (w13.shape[0] // num_ranks)
+    shares = (weights.where(owners == rank, 0.0) for rank in range(num_ranks))
+    return add_partials([_combine(y, share, order.places) for share in shares]), h, order
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weights, ids, w13, w2, operands):
+    def forward(ctx, x, weights, ids, w13, w2, operands, num_ranks):
         prepared = Prepared.of(w13, operands), Prepared.of(w2, operands)
-        out, h, ctx.order = run_experts(x, weights, ids, *prepared)
+        out, h, ctx.order = run_experts(x, weights, ids, *prepared, num_ranks)
         ctx.save_for_backward(x, weights, h, w13, w2)
         return out
 
@@ -109,13 +128,30 @@ class _Experts(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         x, weights, h, w13, w2 = ctx.saved_tensors
         order = ctx.order
-        a, grad = silu_and_mul_forward(h), grad[order.rows]
-        scale = weights.flatten()[order.pairs][:, None]
-        grad_w2 = grouped_wgrad((grad.float() * scale).to(grad.dtype), a, order.offsets)
-        # The gradient of y / w: <it, a> is the weight's, and times w it is a's.
-        inner = grouped_dgrad(grad, w2, order.offsets).float()
-        grad_weights = (inner * a.float()).sum(1)[order.places.flatten()].view(weights.shape)
-        grad_h = silu_and_mul_backward(inner * scale, h)
-        grad_w13 = grouped_wgrad(grad_h, x[order.rows], order.offsets)
-        grad_rows = grouped_dgrad(grad_h, w13, order.offsets)
-        return _combine(grad_rows, None, order.places), grad_weights, None, grad_w13, grad_w2, None
+        grad = dispatch.gather_rows(grad.contiguous(), order.tokens)
+        # The gradient of the activation before its weight: times the activation it is the weight's.
+        inner = grouped_dgrad(grad, w2, order.offsets)
+        grad_h, weighted, grad_weights = _activation_backward(inner, h, weights, order)
+        grad_w2 = grouped_wgrad(grad, weighted, order.offsets)
+        rows = dispatch.gather_rows(x, order.tokens)
+        grad_w13 = grouped_wgrad(grad_h, rows, order.offsets)
+        grad_x = _combine(grouped_dgrad(grad_h, w13, order.offsets), None, order.places)
+        return grad_x, grad_weights, None, grad_w13, grad_w2, None, None
+
+
+def _activation_backward(
+    inner: Tensor, h: Tensor, weights: Tensor, order: _Order
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of h, the activation times its weight, gradient of weights; see kernels/experts.py."""
+    if h.device.type == "cuda":
+        from megatron_nvfp4.deterministic.kernels import experts
+
+        return experts.activation_backward(inner, h, weights, order.tokens, order.slots)
+    at = order.tokens * weights.shape[1] + order.slots
+    is_row = order.tokens >= 0
+    weight = torch.where(is_row, weights.flatten()[at.clamp_min(0)], 0.0)[:, None]
+    a = silu_and_mul_forward(h).float()
+    grad_weights = torch.zeros_like(weights)
+    grad_weights.view(-1)[at[is_row]] = (inner.float() * a).sum(1)[is_row]
+    grad_h = silu_and_mul_backward(inner.float() * weight, h)
+    return grad_h, (a * weight).to(h.dtype), grad_weights

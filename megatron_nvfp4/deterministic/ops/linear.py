@@ -6,6 +6,7 @@ NVFP4 codes, as the sampler plugin does; the backward is that of the unquantised
 through).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -35,6 +36,20 @@ def linear(x: Tensor, weight: Tensor, operands: Operands = UNQUANTIZED) -> Tenso
             f"linear: weight is {weight.dtype} {tuple(weight.shape)}; give BF16 (N, {x.shape[1]})"
         )
     return _Linear.apply(x, weight, operands)
+
+
+def add_partials(partials: Sequence[Tensor]) -> Tensor:
+    """Sum of the products that the sampler's ranks have of their shares of K: one, or two BF16 (M, N), added
+    with one rounding, whichever comes first.
+
+    What an all-reduce of two ranks does, by NCCL's ring as by its tree. Of more ranks the order is
+    unknown: ValueError.
+    """
+    if len(partials) > 2:
+        raise ValueError(
+            f"add_partials: {len(partials)} products; the order of more than 2 is unknown"
+        )
+    return partials[0] if len(partials) == 1 else partials[0] + partials[1]
 
 
 def check_matrix(op: str, x: Tensor, num_cols: int) -> None:

@@ -7,8 +7,9 @@ The sum runs over chunks of 1024 columns in order, the division is a true one. `
 identity, or to BF16 as --rl-on-policy-target has it. Formulas: SGLang 0.5.23, layers/logits_processor.py
 1193, layers/sampler.py 240 and srt/batch_invariant_ops/batch_invariant_ops.py 342. Its sampler rounds to
 BF16 what it sampled at a temperature; where a whole batch is greedy, and for rescored prompts, it reports
-FP32. Rows are taken in portions, so that logits of a large vocabulary never stand in memory at once; the
-backward makes them anew, and is that of the formula without its roundings.
+FP32. Rows are taken in portions, so that of a large vocabulary no more than PORTION logits stand in memory
+at once. Those of a single portion are kept for the backward, of several it makes them anew. The backward
+is that of the formula without its roundings.
 """
 
 import torch
@@ -20,7 +21,7 @@ from megatron_nvfp4.quant.layout import dense_offsets
 from .linear import Prepared, check_matrix, grouped_dgrad, grouped_wgrad
 
 CHUNK = 1024
-PORTION = 1 << 28  # logits at a time, 1 GiB of FP32
+PORTION = 1 << 30  # logits at a time, 2 GiB of BF16
 
 
 def token_logprobs(
@@ -68,11 +69,14 @@ def token_logprobs(
     return _TokenLogprobs.apply(hidden, head, tokens, temperature, rounding)
 
 
-def _logits(hidden: Tensor, head: Tensor, temperature: Tensor, rounding: torch.dtype) -> Tensor:
+def _logits(hidden: Tensor, head: Tensor) -> Tensor:
     offsets = dense_offsets(hidden.shape[0], hidden.device)
-    logits = Prepared.of(head[None]).times(hidden, offsets, hidden.dtype)
+    return Prepared.of(head[None]).times(hidden, offsets, hidden.dtype)
+
+
+def _rescaled(logits: Tensor, temperature: Tensor, rounding: torch.dtype) -> Tensor:
     # By a tensor: torch turns a division by a number into a multiplication.
-    return logits.float().div_(temperature[:, None]).to(rounding)
+    return (logits.float() / temperature[:, None]).to(rounding)
 
 
 def _logprobs_ref(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,6 +91,22 @@ def _logprobs_ref(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tenso
     return logprobs.to(dtype).float(), top, log_sum
 
 
+def _grad_logits_ref(
+    logits: Tensor,
+    temperature: Tensor,
+    tokens: Tensor,
+    top: Tensor,
+    log_sum: Tensor,
+    grad: Tensor,
+    rounding: torch.dtype,
+) -> Tensor:
+    rescaled = _rescaled(logits, temperature, rounding)
+    factor = (grad / temperature)[:, None]
+    slope = torch.exp(rescaled - top[:, None] - log_sum[:, None]).mul_(-factor)
+    slope.scatter_add_(1, tokens[:, None], factor)  # one token a row: nothing is added twice
+    return slope.to(logits.dtype)
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -97,36 +117,45 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: Tensor,
         rounding: torch.dtype,
     ) -> Tensor:
-        ctx.portion, ctx.rounding = max(1, PORTION // head.shape[0]), rounding
+        ctx.portions = _portions(hidden.shape[0], max(1, PORTION // head.shape[0]))
+        ctx.rounding = rounding
         results = []
-        for rows in _portions(hidden.shape[0], ctx.portion):
-            logits = _logits(hidden[rows], head, temperature[rows], rounding)
+        for rows in ctx.portions:
+            logits = _logits(hidden[rows], head)
             if logits.device.type == "cuda":
                 from megatron_nvfp4.deterministic.kernels import logprobs
 
-                results.append(logprobs.token_logprobs(logits, tokens[rows].contiguous()))
+                args = (logits, temperature[rows].contiguous(), tokens[rows].contiguous())
+                results.append(logprobs.token_logprobs(*args, rounding == torch.bfloat16))
             else:
-                results.append(_logprobs_ref(logits, tokens[rows]))
+                rescaled = _rescaled(logits, temperature[rows], rounding)
+                results.append(_logprobs_ref(rescaled, tokens[rows]))
         result, top, log_sum = (torch.cat(parts) for parts in zip(*results, strict=True))
-        ctx.save_for_backward(hidden, head, tokens, temperature, top, log_sum)
+        kept = logits if len(ctx.portions) == 1 else None
+        ctx.save_for_backward(hidden, head, tokens, temperature, top, log_sum, kept)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        hidden, head, tokens, temperature, top, log_sum = ctx.saved_tensors
-        grads, grad_head = [], torch.zeros(head.shape, dtype=torch.float32, device=head.device)
-        for rows in _portions(hidden.shape[0], ctx.portion):
-            logits = _logits(hidden[rows], head, temperature[rows], ctx.rounding)
-            factor = (grad[rows] / temperature[rows])[:, None]
-            grad_logits = torch.exp(logits - top[rows, None] - log_sum[rows, None]).mul_(-factor)
-            at = tokens[rows, None]
-            grad_logits.scatter_(1, at, grad_logits.gather(1, at) + factor)
-            grad_logits = grad_logits.to(hidden.dtype)
-            offsets = dense_offsets(grad_logits.shape[0], hidden.device)
-            grads.append(grouped_dgrad(grad_logits, head[None], offsets))
-            grad_head += grouped_wgrad(grad_logits, hidden[rows], offsets)[0]
-        return torch.cat(grads), grad_head.to(head.dtype), None, None, None
+        hidden, head, tokens, temperature, top, log_sum, kept = ctx.saved_tensors
+        grad_hidden, grad_head = [], None
+        for rows in ctx.portions:
+            logits = _logits(hidden[rows], head) if kept is None else kept
+            args = [t[rows].contiguous() for t in (temperature, tokens, top, log_sum, grad)]
+            if logits.device.type == "cuda":
+                from megatron_nvfp4.deterministic.kernels import logprobs
+
+                slope = logprobs.grad_logits(logits, *args, ctx.rounding == torch.bfloat16)
+            else:
+                slope = _grad_logits_ref(logits, *args, ctx.rounding)
+            offsets = dense_offsets(slope.shape[0], hidden.device)
+            grad_hidden.append(grouped_dgrad(slope, head[None], offsets))
+            part = grouped_wgrad(slope, hidden[rows], offsets)[0]
+            if len(ctx.portions) > 1:  # portions add up in FP32
+                part = part.float() if grad_head is None else grad_head.add_(part)
+            grad_head = part
+        return torch.cat(grad_hidden), grad_head.to(head.dtype), None, None, None
 
 
 def _portions(num_rows: int, size: int) -> list[slice]:

@@ -89,12 +89,34 @@ def _mean(squares: Tensor) -> Tensor:
     return (total / squares.shape[-1])[..., None]
 
 
-def _norm_grads(grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """FP32 gradients of x (M, N), FP32, and of the weight; inverse (M, 1) is 1/rms."""
-    grad, gamma = grad.float(), weight.float()
-    normed, scaled = x * inverse, grad * gamma
-    grad_x = inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-    return grad_x, (grad * normed).sum(0)
+def _gradients(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    grad_stream: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, the residual and the weight, each in its tensor's dtype, from that of a norm of x, or
+    of x + residual, and from grad_stream, that of the sum itself."""
+    if x.device.type == "cuda":
+        from megatron_nvfp4.deterministic.kernels import norm
+
+        others = [t if t is None else t.contiguous() for t in (residual, grad_stream)]
+        x = norm.dense_heads(x)
+        *grads, grad_weight = norm.norm_gradients(grad.contiguous(), x, weight, eps, *others)
+        return *grads, grad_weight.to(weight.dtype)
+    grad, gamma, value = grad.float(), weight.float(), x.float()
+    if residual is not None:
+        value = value + residual.float()
+    inverse = torch.rsqrt(_mean(value * value) + eps)
+    normed, scaled = value * inverse, grad * gamma
+    result = inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+    if grad_stream is not None:
+        result = result + grad_stream.float()
+    grad_x = result.to(x.dtype)
+    grad_residual = grad_x if residual is None else result.to(residual.dtype)
+    return grad_x, grad_residual, (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -102,77 +124,62 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        rows = x.reshape(-1, x.shape[-1])
         if x.device.type == "cuda":
             from megatron_nvfp4.deterministic.kernels import norm
 
-            return norm.rms_norm(rows.contiguous(), weight.contiguous(), eps).view(x.shape)
-        value = rows.float()
+            return norm.rms_norm(norm.dense_heads(x), weight.contiguous(), eps)
+        value = x.float()
         inverse = 1.0 / torch.sqrt(_mean(value * value) + eps)
-        return (value * inverse * weight.float()).to(x.dtype).view(x.shape)
+        return (value * inverse * weight.float()).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
-        value = x.reshape(-1, x.shape[-1]).float()
-        inverse = torch.rsqrt((value * value).mean(-1, keepdim=True) + ctx.eps)
-        grad_x, grad_weight = _norm_grads(grad.reshape(value.shape), value, inverse, weight)
-        return grad_x.to(x.dtype).view(x.shape), grad_weight.to(weight.dtype), None
+        grad_x, _, grad_weight = _gradients(grad, x, weight, ctx.eps)
+        return grad_x, grad_weight, None
 
 
 class _RMSNormFP32(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
         if x.device.type == "cuda":
             from megatron_nvfp4.deterministic.kernels import norm
 
-            y, inverse = norm.rms_norm_fp32(rows.contiguous(), weight.contiguous(), eps)
-            inverse = inverse[:, None]
-        else:
-            value = rows.float()
-            inverse = torch.rsqrt(_mean(value * value) + eps)
-            y = (value * inverse).to(x.dtype) * weight
-        ctx.save_for_backward(x, weight, inverse)
-        return y.view(x.shape)
+            rows = x.reshape(-1, x.shape[-1]).contiguous()
+            return norm.rms_norm_fp32(rows, weight.contiguous(), eps).view(x.shape)
+        value = x.float()
+        inverse = torch.rsqrt(_mean(value * value) + eps)
+        return (value * inverse).to(x.dtype) * weight
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        x, weight, inverse = ctx.saved_tensors
-        value = x.reshape(-1, x.shape[-1]).float()
-        grad_x, grad_weight = _norm_grads(grad.reshape(value.shape), value, inverse, weight)
-        return grad_x.to(x.dtype).view(x.shape), grad_weight, None
+        x, weight = ctx.saved_tensors
+        grad_x, _, grad_weight = _gradients(grad, x, weight, ctx.eps)
+        return grad_x, grad_weight, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, residual: Tensor, weight: Tensor, eps: float):
-        rows, others = (t.reshape(-1, x.shape[-1]) for t in (x, residual))
+        # The sum is made anew in the backward: its rounded form would be another input.
+        ctx.save_for_backward(x, residual, weight)
+        ctx.eps = eps
         if x.device.type == "cuda":
             from megatron_nvfp4.deterministic.kernels import norm
 
-            y, total, inverse = norm.add_rms_norm(
-                rows.contiguous(), others.contiguous(), weight.contiguous(), eps
-            )
-            inverse = inverse[:, None]
-        else:
-            total = rows.float() + others.float()
-            inverse = torch.rsqrt(_mean(total * total) + eps)
-            y = (total * inverse * weight.float()).to(x.dtype)
-            total = total.to(residual.dtype)
-        # The sum is made anew in the backward: its rounded form would be another input.
-        ctx.save_for_backward(x, residual, weight, inverse)
-        return y.view(x.shape), total.view(x.shape)
+            rows, others = (t.reshape(-1, x.shape[-1]).contiguous() for t in (x, residual))
+            y, stream = norm.add_rms_norm(rows, others, weight.contiguous(), eps)
+            return y.view(x.shape), stream.view(x.shape)
+        total = x.float() + residual.float()
+        inverse = torch.rsqrt(_mean(total * total) + eps)
+        return (total * inverse * weight.float()).to(x.dtype), total.to(residual.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor, grad_residual: Tensor):
-        x, residual, weight, inverse = ctx.saved_tensors
-        total = (x.float() + residual.float()).view(-1, x.shape[-1])
-        grad_sum, grad_weight = _norm_grads(grad.reshape(total.shape), total, inverse, weight)
-        grad_sum = (grad_sum + grad_residual.reshape(total.shape).float()).view(x.shape)
-        grad_x = grad_sum.to(x.dtype)
-        grad_residual = grad_x if residual.dtype == x.dtype else grad_sum
-        return grad_x, grad_residual, grad_weight.to(weight.dtype), None
+    def backward(ctx, grad: Tensor, grad_stream: Tensor):
+        x, residual, weight = ctx.saved_tensors
+        return *_gradients(grad, x, weight, ctx.eps, residual, grad_stream), None

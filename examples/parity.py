@@ -1,0 +1,445 @@
+"""Sample with SGLang's own engine, score with the learner, and count log-probabilities that differ.
+
+    python examples/parity.py --model moe --profile sglang_det_bf16 --attention triton
+    python examples/parity.py --model path/to/Qwen3 --profile sglang_minite_nvfp4 --updates 20
+
+One GPU, SGLang >= 0.5.23 installed beside this package. --model names random weights (moe and dense are
+small, wide and wide_dense have layers of Qwen3-30B-A3B's and Qwen3-1.7B's shape) or a Qwen3 checkpoint.
+The engine runs unmodified, in processes of its own; the learner is a Megatron GPTModel under
+`deterministic: PROFILE`, and for comparison the same model without it. Then the learner takes steps of
+Megatron's optimizer on what was sampled and sends its weights to the engine: after every one the gap is
+counted anew.
+Exit status 1 where any log-probability of the profile differs. Writes --out.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import parity_model
+import torch
+import yaml
+
+from megatron_nvfp4.deterministic.profiles import PROFILES, UNQUANTIZED, Profile, SamplerRanks
+
+# What the profiles ask of SGLang's environment (doctor --sampler checks it).
+ENVIRONMENT = {
+    "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+    "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM": "0",
+}
+
+ROWS_AT_ONCE = 16384  # of the learner's forward
+LEARNING_RATE = 3e-4
+PROMPT_LENGTHS = (5, 18, 33, 64, 129, 257, 300, 520, 600, 1100)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Sequences as the engine gave them: log-probabilities of the responses' tokens, FP32."""
+
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    logprobs: torch.Tensor
+    temperature: float
+    rescored: torch.Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.logprobs.numel()
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far log-probabilities of one list are from those of another."""
+
+    tokens: int
+    unequal: int
+    largest: float
+    mean: float
+
+    @classmethod
+    def of(cls, found: torch.Tensor, wanted: torch.Tensor) -> "Gap":
+        distance = (found.double() - wanted.double()).abs()
+        unequal = int((found != wanted).sum())
+        return cls(found.numel(), unequal, float(distance.max()), float(distance.mean()))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.unequal} of {self.tokens} differ, max {self.largest:.3g}, mean {self.mean:.3g}"
+        )
+
+
+class Sampler:
+    """SGLang's Engine, started as the profile asks."""
+
+    def __init__(self, model: Path, profile: Profile, args: argparse.Namespace) -> None:
+        import sglang
+
+        settings = {name: True if v == "true" else v for name, v in profile.sampler}
+        more = [pair.partition("=") for pair in args.engine]
+        ranks = SamplerRanks.parse(args.sampler)
+        self.engine = sglang.Engine(
+            model_path=str(model),
+            attention_backend=args.attention,
+            tp_size=ranks.tensor_parallel,
+            ep_size=ranks.expert_parallel,
+            skip_tokenizer_init=True,
+            disable_cuda_graph=not args.cuda_graph,
+            context_length=args.context,
+            max_running_requests=args.running,
+            max_total_tokens=args.running * args.context,
+            mem_fraction_static=args.memory,
+            chunked_prefill_size=-1,
+            random_seed=7,
+            log_level="warning",
+            **settings,
+            **{name: yaml.safe_load(value) for name, _, value in more},
+        )
+
+    def sample(
+        self, prompts: list[list[int]], num_tokens: int, temperature: float, rescore: bool
+    ) -> Samples:
+        """Responses of `num_tokens` tokens to every prompt, and with `rescore` their prefilled log-probs.
+
+        RuntimeError where the engine dropped and recomputed keys: the learner cannot know which.
+        """
+        settings = [
+            {
+                "temperature": temperature,
+                "max_new_tokens": num_tokens,
+                "ignore_eos": True,
+                "sampling_seed": number,
+            }
+            for number in range(len(prompts))
+        ]
+        replies = self.engine.generate(
+            input_ids=prompts, sampling_params=settings, return_logprob=True
+        )
+        infos = [reply["meta_info"] for reply in replies]
+        if any(info.get("num_retractions") for info in infos):
+            raise RuntimeError("the engine retracted requests; lower --running or raise --memory")
+        scored = [info["output_token_logprobs"] for info in infos]
+        responses = [[token for _, token, *_ in each] for each in scored]
+        values = torch.tensor([value for each in scored for value, *_ in each])
+        found = self._rescored(prompts, responses) if rescore else None
+        return Samples(prompts, responses, values, temperature, found)
+
+    def _rescored(self, prompts: list[list[int]], responses: list[list[int]]) -> torch.Tensor:
+        self.flush()
+        replies = self.engine.generate(
+            input_ids=[[*p, *r] for p, r in zip(prompts, responses, strict=True)],
+            sampling_params={"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True},
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+        values = []
+        for reply, response in zip(replies, responses, strict=True):
+            values += reply["meta_info"]["input_token_logprobs"][-len(response) :]
+        return torch.tensor([value for value, *_ in values])
+
+    def flush(self) -> None:
+        """Forget the keys of earlier requests; just after a reply the engine may still say no."""
+        for _ in range(100):
+            if getattr(self.engine.flush_cache(), "success", True):
+                return
+            time.sleep(0.05)
+        raise RuntimeError("the engine does not flush its cache: requests are pending")
+
+    def update(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Take new weights, under Hugging Face's names."""
+        self.flush()
+        self.engine.begin_weight_update()
+        self.engine.update_weights_from_tensor(weights)
+        self.engine.end_weight_update()
+
+
+class Learner:
+    """A Megatron GPTModel with the checkpoint's weights, by default without a profile."""
+
+    def __init__(self, model: Path, args: argparse.Namespace, **policy) -> None:
+        from megatron_nvfp4.recipes import resolve
+
+        self.model = parity_model.megatron_model(
+            model, resolve(environ={}, **policy), max_positions=args.context
+        )
+
+    def logprobs(self, samples: Samples) -> torch.Tensor:
+        """Of the responses' tokens, FP32, on the device, with gradients."""
+        from megatron_nvfp4.mcore.deterministic_run import sampled
+
+        found = []
+        for batch in _batches(samples):
+            tokens, labels, packed = _packed(batch)
+            with sampled([len(prompt) for prompt, _ in batch], samples.temperature):
+                losses = self.model(tokens, None, None, labels=labels, packed_seq_params=packed)
+            found.append(-losses[labels >= 0])
+        return torch.cat(found)
+
+    def ordinary_logprobs(self, samples: Samples) -> torch.Tensor:
+        """The same of a model without a profile, at temperature 1: one sequence a call."""
+        found = []
+        for prompt, response in zip(samples.prompts, samples.responses, strict=True):
+            sequence = torch.tensor([[*prompt, *response]], device="cuda")
+            length = sequence.shape[1] - 1
+            mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="cuda").triu(1)
+            positions = torch.arange(length, device="cuda")[None]
+            losses = self.model(sequence[:, :-1], positions, mask, labels=sequence[:, 1:])
+            found.append(-losses[0, -len(response) :].float())
+        return torch.cat(found)
+
+    def weights(self) -> list[tuple[str, torch.Tensor]]:
+        """As the sampler takes them."""
+        from megatron_nvfp4.mcore.deterministic_forward import hf_weights
+
+        return [(name, weight.detach().contiguous()) for name, weight in hf_weights(self.model)]
+
+
+class Trainer:
+    """Megatron's DDP and optimizer around a learner."""
+
+    def __init__(self, learner: Learner) -> None:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        self.learner = learner
+        config = learner.model.config
+        self.ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), learner.model)
+        settings = OptimizerConfig(
+            optimizer="adam", lr=LEARNING_RATE, bf16=True, params_dtype=torch.bfloat16
+        )
+        self.optimizer = get_megatron_optimizer(settings, [self.ddp])
+        for group in self.optimizer.param_groups:
+            group["lr"] = LEARNING_RATE
+
+    def step(self, samples: Samples, advantages: torch.Tensor) -> None:
+        """One policy-gradient step; advantages: one of each sequence."""
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        logprobs = self.learner.logprobs(samples)
+        lengths = torch.tensor([len(response) for response in samples.responses])
+        weights = advantages.repeat_interleave(lengths).to(logprobs)
+        (-(weights * logprobs).mean()).backward()
+        self.ddp.finish_grad_sync()
+        self.optimizer.step()
+
+
+def _batches(samples: Samples):
+    """Lists of (prompt, response) of no more than ROWS_AT_ONCE tokens, or of one sequence."""
+    batch, num_rows = [], 0
+    for pair in zip(samples.prompts, samples.responses, strict=True):
+        length = sum(map(len, pair))
+        if batch and num_rows + length > ROWS_AT_ONCE:
+            yield batch
+            batch, num_rows = [], 0
+        batch.append(pair)
+        num_rows += length
+    yield batch
+
+
+def _packed(batch: list[tuple[list[int], list[int]]]):
+    """(tokens, labels, packed_seq_params) of sequences laid one behind the other."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    tokens, labels, ends = [], [], [0]
+    for prompt, response in batch:
+        tokens += [*prompt, *response[:-1]]
+        labels += [-100] * (len(prompt) - 1) + response
+        ends.append(len(tokens))
+    bounds = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    return *(torch.tensor([rows], device="cuda") for rows in (tokens, labels)), packed
+
+
+def new_prompts(args: argparse.Namespace, vocab_size: int, count: int) -> list[list[int]]:
+    """Random tokens, in lengths from 5 to what leaves room for the response."""
+    drawn = random.Random(args.seed)
+    room = args.context - args.tokens - 1
+    lengths = [n for n in PROMPT_LENGTHS if n <= room]
+    return [
+        [drawn.randrange(2, vocab_size) for _ in range(lengths[number % len(lengths)])]
+        for number in range(count)
+    ]
+
+
+def checkpoint_of(args: argparse.Namespace) -> Path:
+    """The folder of --model, written first where it names random weights."""
+    if args.model not in parity_model.SIZES:
+        folder = Path(args.model)
+        if not (folder / "config.json").is_file():
+            names = ", ".join(parity_model.SIZES)
+            sys.exit(
+                f"error: --model {args.model}: no config.json there; give a checkpoint, or {names}"
+            )
+        return folder
+    folder = args.out.parent / f"{args.model}-{args.weights}-{args.seed}"
+    config = parity_model.SIZES[args.model]
+    device = "cuda" if args.model.startswith("wide") else "cpu"
+    weights = parity_model.random_weights(config, args.seed, device)
+    if args.weights == "outliers":
+        weights = parity_model.with_outliers(weights)
+    parity_model.write_checkpoint(folder, config, weights)
+    return folder
+
+
+def exported(args: argparse.Namespace, profile: Profile, folder: Path) -> Path:
+    """The checkpoint in ModelOpt's NVFP4 format, quantised where the profile is."""
+    if args.updates or profile.experts == UNQUANTIZED:
+        sys.exit("error: --exported: an NVFP4 profile without --updates, which come in BF16")
+    out = args.out.parent / "exported"
+    command = (
+        f"{sys.executable} -m megatron_nvfp4 export-nvfp4 --format modelopt --force --in {folder}"
+    )
+    policy = ordinary_policy(args, profile)
+    subprocess.run([*command.split(), "--out", out, "--policy", policy], check=True)
+    return out
+
+
+def ordinary_policy(args: argparse.Namespace, profile: Profile) -> Path:
+    """A policy file that quantises what the profile does."""
+    path = args.out.parent / f"{profile.name}.yaml"
+    rule = "layers: [{match: '**.experts.**', recipe: nvfp4_per_token}]"
+    path.write_text(f"recipe: bf16\n{'' if profile.experts == UNQUANTIZED else rule}\n")
+    return path
+
+
+def start_megatron() -> None:
+    """One process is the world."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1"}
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+
+
+def main() -> int:
+    args = parse_arguments()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    os.environ |= ENVIRONMENT
+    profile = PROFILES[args.profile]
+    folder = checkpoint_of(args)
+    sampler = Sampler(exported(args, profile, folder) if args.exported else folder, profile, args)
+    try:
+        start_megatron()
+        record = measure(args, profile, folder, sampler)
+    finally:
+        sampler.engine.shutdown()
+    args.out.write_text(json.dumps(record, indent=1))
+    wrong = sum(line["profile"]["unequal"] for line in record["lines"])
+    total = sum(line["profile"]["tokens"] for line in record["lines"])
+    print(
+        f"{args.profile}, {args.attention}: {wrong} of {total} log-probabilities differ; {args.out}"
+    )
+    return 1 if wrong else 0
+
+
+def measure(args: argparse.Namespace, profile: Profile, folder: Path, sampler: Sampler) -> dict:
+    """All comparisons, as plain data."""
+    learner = Learner(
+        folder,
+        args,
+        deterministic=args.profile,
+        deterministic_attention=args.attention,
+        deterministic_sampler=args.sampler,
+    )
+    lines = []
+    vocab_size = learner.model.vocab_size
+
+    def compare(stage: str, samples: Samples, ordinary: Learner | None = None) -> None:
+        with torch.no_grad():
+            started = time.perf_counter()
+            gap = Gap.of(learner.logprobs(samples).cpu(), samples.logprobs)
+            seconds = time.perf_counter() - started
+            line = {"stage": stage, "temperature": samples.temperature, "profile": vars(gap)}
+            line["longest"] = max(
+                len(p) + len(r) for p, r in zip(samples.prompts, samples.responses, strict=True)
+            )
+            print(f"{stage}: {gap} ({seconds:.1f} s)", flush=True)
+            if samples.rescored is not None:
+                again = Gap.of(samples.rescored, samples.logprobs)
+                line["rescored"] = vars(again)
+                print(f"  the engine's own prefill: {again}", flush=True)
+            if ordinary is not None:
+                gap = Gap.of(ordinary.ordinary_logprobs(samples).cpu(), samples.logprobs)
+                line["ordinary"] = vars(gap)
+                print(f"  without the profile: {gap}", flush=True)
+        lines.append(line)
+
+    prompts = new_prompts(args, vocab_size, args.responses)
+    for temperature in args.temperatures:
+        started = time.perf_counter()
+        is_first = temperature == 1.0
+        samples = sampler.sample(prompts, args.tokens, temperature, rescore=is_first)
+        print(f"sampled {samples.num_tokens} tokens in {time.perf_counter() - started:.1f} s")
+        ordinary = None
+        if is_first and not args.only_profile:
+            ordinary = Learner(folder, args, config=ordinary_policy(args, profile))
+        compare(f"T={temperature:g}", samples, ordinary)
+        del ordinary
+    if args.updates:
+        update(args, learner, sampler, prompts, compare)
+    versions = {name: __import__(name).__version__ for name in ("torch", "sglang", "triton")}
+    gpu = torch.cuda.get_device_name()
+    return {"gpu": gpu, **versions, **{k: str(v) for k, v in vars(args).items()}, "lines": lines}
+
+
+def update(args, learner: Learner, sampler: Sampler, prompts: list, compare) -> None:
+    """Steps of the optimizer, each followed by new weights for the engine and new samples from it."""
+    trainer, prompts = Trainer(learner), prompts[: args.update_responses]
+    samples = sampler.sample(prompts, args.update_tokens, 1.0, rescore=False)
+    drawn = torch.Generator().manual_seed(args.seed)
+    for number in range(1, args.updates + 1):
+        before = [weight.clone() for _, weight in learner.weights()]
+        trainer.step(samples, torch.randn(len(prompts), generator=drawn))
+        weights = learner.weights()
+        changed = sum(int((a != b).sum()) for a, (_, b) in zip(before, weights, strict=True)) / sum(
+            t.numel() for t in before
+        )
+        del before
+        sampler.update(weights)
+        samples = sampler.sample(prompts, args.update_tokens, 1.0, rescore=False)
+        compare(f"update {number} ({changed:.0%} of the weights changed)", samples)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    names = ", ".join(parity_model.SIZES)
+    add("--model", default="moe", help=f"a Hugging Face checkpoint, or random weights: {names}")
+    add("--weights", choices=("plain", "outliers"), default="plain", help="random weights' kind")
+    add("--profile", choices=tuple(PROFILES), default="sglang_det_bf16")
+    add("--attention", choices=("triton", "fa3"), default="triton")
+    add("--sampler", default="tp1", help="the engine's ranks: tp1, tp2 or tp2ep2")
+    add("--exported", action="store_true", help="let the engine load what export-nvfp4 writes")
+    add("--only-profile", action="store_true", help="do not score without the profile")
+    add("--responses", type=int, default=64, help="sequences sampled at each temperature")
+    add("--tokens", type=int, default=64, help="of every response")
+    add("--temperatures", type=float, nargs="+", default=[1.0, 0.8])
+    add("--updates", type=int, default=0, help="optimizer steps with new weights for the engine")
+    add("--update-responses", type=int, default=16)
+    add("--update-tokens", type=int, default=64)
+    add("--context", type=int, default=2048, help="tokens of the longest sequence")
+    add("--running", type=int, default=64, help="requests the engine decodes at once")
+    add("--memory", type=float, default=0.3, help="SGLang's mem_fraction_static")
+    add("--cuda-graph", action="store_true", help="let the engine decode by CUDA graphs")
+    add("--engine", nargs="*", default=[], metavar="NAME=VALUE", help="more arguments of Engine")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, default=Path("runs/parity/parity.json"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""`token_logprobs` where every tensor-parallel rank of the learner has rows of the head.
+
+Each rank multiplies by its own rows; the BF16 logits are put side by side and go through the formula of
+logprobs.py whole, on every rank: its bits are those of one rank, for columns do not depend on each other and
+the sum over chunks of 1024 columns has an order that crosses ranks. The backward takes each rank's own
+columns; the gradient of hidden is the sum of the ranks' partial ones. Of a large vocabulary no more than
+PORTION logits are put side by side at once.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from megatron_nvfp4.quant.layout import dense_offsets
+
+from .collectives import all_gathered, all_reduced
+from .linear import check_matrix, grouped_dgrad, grouped_wgrad
+from .logprobs import (
+    PORTION,
+    _grad_logits_ref,
+    _logits,
+    _logprobs_ref,
+    _portions,
+    _rescaled,
+)
+
+
+def parallel_token_logprobs(
+    hidden: Tensor,
+    head: Tensor,
+    tokens: Tensor,
+    vocab_size: int,
+    group: ProcessGroup,
+    temperature: float | Tensor = 1.0,
+    rounding: torch.dtype = torch.float32,
+) -> Tensor:
+    """Log-probability, FP32 (M,), of tokens int64 (M,) after hidden BF16 (M, H), equal on all of `group`.
+
+    head: BF16, this rank's rows, as many on every rank; rows from `vocab_size` on are padding, without
+    logits or gradient. The rest as token_logprobs. Raises ValueError for a hidden that does not fit or a
+    temperature that is not positive; the rest is trusted.
+    """
+    check_matrix("parallel_token_logprobs", hidden, head.shape[-1])
+    if not isinstance(temperature, Tensor):
+        if not temperature > 0:
+            raise ValueError(
+                f"parallel_token_logprobs: temperature={temperature}; greedy samples are scored at 1.0"
+            )
+        temperature = torch.full(
+            tokens.shape, temperature, dtype=torch.float32, device=hidden.device
+        )
+    return _ParallelTokenLogprobs.apply(
+        hidden, head, tokens, vocab_size, group, temperature, rounding
+    )
+
+
+def _scores(
+    logits: Tensor, temperature: Tensor, tokens: Tensor, rounding: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability, maximum and log of the sum of whole rows of logits."""
+    if logits.device.type == "cuda":
+        from megatron_nvfp4.deterministic.kernels import logprobs
+
+        return logprobs.token_logprobs(logits, temperature, tokens, rounding == torch.bfloat16)
+    return _logprobs_ref(_rescaled(logits, temperature, rounding), tokens)
+
+
+def _slopes(
+    logits: Tensor,
+    temperature: Tensor,
+    tokens: Tensor,
+    top: Tensor,
+    log_sum: Tensor,
+    grad: Tensor,
+    rounding: torch.dtype,
+) -> Tensor:
+    """Gradient of some columns of the logits; tokens count from the first of them, and may lie outside."""
+    if logits.device.type == "cuda":
+        from megatron_nvfp4.deterministic.kernels import logprobs
+
+        args = (logits, temperature, tokens, top, log_sum, grad, rounding == torch.bfloat16)
+        return logprobs.grad_logits(*args)
+    # A column behind the others stands for all outside.
+    num_cols = logits.shape[1]
+    tokens = torch.where((tokens < 0) | (tokens >= num_cols), num_cols, tokens)
+    logits = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)
+    args = (logits, temperature, tokens, top, log_sum, grad, rounding)
+    return _grad_logits_ref(*args)[:, :num_cols].contiguous()
+
+
+class _ParallelTokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,
+        head: Tensor,
+        tokens: Tensor,
+        vocab_size: int,
+        group: ProcessGroup,
+        temperature: Tensor,
+        rounding: torch.dtype,
+    ) -> Tensor:
+        ctx.portions = _portions(hidden.shape[0], max(1, PORTION // vocab_size))
+        ctx.vocab_size, ctx.group, ctx.rounding = vocab_size, group, rounding
+        results = []
+        for rows in ctx.portions:
+            own = _logits(hidden[rows], head)
+            logits = all_gathered(own, group, dim=1)[:, :vocab_size].contiguous()
+            args = temperature[rows].contiguous(), tokens[rows].contiguous()
+            results.append(_scores(logits, *args, rounding))
+        result, top, log_sum = (torch.cat(parts) for parts in zip(*results, strict=True))
+        kept = own if len(ctx.portions) == 1 else None
+        ctx.save_for_backward(hidden, head, tokens, temperature, top, log_sum, kept)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        hidden, head, tokens, temperature, top, log_sum, kept = ctx.saved_tensors
+        first = ctx.group.rank() * head.shape[0]
+        grad_hidden, grad_head = [], None
+        for rows in ctx.portions:
+            logits = _logits(hidden[rows], head) if kept is None else kept
+            args = [t[rows].contiguous() for t in (temperature, tokens - first, top, log_sum, grad)]
+            slope = _slopes(logits, *args, ctx.rounding)
+            slope[:, max(0, ctx.vocab_size - first) :] = 0
+            offsets = dense_offsets(slope.shape[0], hidden.device)
+            grad_hidden.append(grouped_dgrad(slope, head[None], offsets))
+            part = grouped_wgrad(slope, hidden[rows], offsets)[0]
+            if len(ctx.portions) > 1:  # portions add up in FP32
+                part = part.float() if grad_head is None else grad_head.add_(part)
+            grad_head = part
+        grad_hidden = all_reduced(torch.cat(grad_hidden), ctx.group)
+        return grad_hidden, grad_head.to(head.dtype), None, None, None, None, None

@@ -1,0 +1,109 @@
+"""examples/parity.py without an engine: counting, packing, and weights on their way through Megatron."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import deterministic_small  # noqa: F401  puts the examples on the path
+import pytest
+from megatron_runs import Outcomes, World, every_check, require_megatron, run_world
+
+require_megatron()
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def _samples(**changes):
+    import parity
+    import torch
+
+    prompts, responses = [[1, 2, 3], [4], [5, 6]], [[7, 8], [9, 10, 11], [12]]
+    values = {"logprobs": torch.zeros(6), "temperature": 1.0} | changes
+    return parity.Samples(prompts, responses, **values)
+
+
+def check_a_gap_is_counted(folder: Path) -> None:
+    """Prevents: zero reported of values that differ in the last bit, or are not numbers."""
+    import parity
+    import torch
+
+    found = torch.tensor([1.0, 1.0, torch.nan])
+    wanted = torch.tensor([1.0, 1.0 + 2**-23, torch.nan])
+    gap = parity.Gap.of(found, wanted)
+    assert (gap.tokens, gap.unequal) == (3, 2)
+    assert parity.Gap.of(found[:2], wanted[:2]).largest == 2**-23
+
+
+def check_packed_rows_predict_the_responses(folder: Path) -> None:
+    """Prevents: labels off by one, a prompt's tokens scored, sequences dropped at a batch's edge."""
+    from itertools import pairwise
+
+    import parity
+    import torch
+
+    parity.ROWS_AT_ONCE = 9
+    samples, seen = _samples(), []
+    for batch in parity._batches(samples):
+        tokens, labels, packed = parity._packed(batch)
+        assert packed.cu_seqlens_q[-1] == tokens.shape[1] <= 9
+        spans = pairwise(packed.cu_seqlens_q.tolist())
+        for (start, stop), (prompt, response) in zip(spans, batch, strict=True):
+            assert tokens[0, start:stop].tolist() == [*prompt, *response[:-1]]
+            assert labels[0, stop - len(response) : stop].tolist() == response
+        seen.append(labels[labels >= 0])
+    assert len(seen) == 2
+    assert torch.cat(seen).tolist() == [t for response in samples.responses for t in response]
+
+
+def check_weights_pass_through_megatron(folder: Path) -> None:
+    """Prevents: a learner and a sampler that start from other weights, or updates under wrong names."""
+    import parity_model
+    import torch
+
+    from megatron_nvfp4.mcore.deterministic_forward import hf_weights
+    from megatron_nvfp4.recipes import resolve
+
+    for kind in (parity_model.DENSE, parity_model.MOE):
+        config = kind | {"num_hidden_layers": 2, "hidden_size": 128, "vocab_size": 256}
+        config |= {"num_attention_heads": 4, "intermediate_size": 256, "head_dim": 64}
+        weights = parity_model.with_outliers(parity_model.random_weights(config))
+        target = folder / config["model_type"]
+        parity_model.write_checkpoint(target, config, weights)
+        policy = resolve(environ={}, deterministic="sglang_det_bf16")
+        model = parity_model.megatron_model(target, policy, max_positions=64)
+        assert model.forward.profile.name == "sglang_det_bf16"
+        found = dict(hf_weights(model))
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+
+
+WORLDS = {
+    "parity": World(
+        (
+            check_a_gap_is_counted,
+            check_packed_rows_predict_the_responses,
+            check_weights_pass_through_megatron,
+        )
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> Outcomes:
+    return Outcomes(Path(__file__), WORLDS, tmp_path_factory.mktemp("parity"))
+
+
+@every_check(WORLDS)
+def test_in_a_child_process(outcomes, world, check):
+    outcomes.require(world, check)
+
+
+def test_a_folder_that_is_no_checkpoint_is_named():
+    # Prevents: a stack trace of SGLang's after half a minute.
+    command = [sys.executable, str(EXAMPLES / "parity.py"), "--model", "nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "--model nowhere: no config.json there" in done.stderr
+
+
+if __name__ == "__main__":
+    run_world(WORLDS)
