@@ -2,9 +2,11 @@
 
     python examples/parity.py --model moe --profile sglang_det_bf16 --attention triton
     python examples/parity.py --model path/to/Qwen3 --profile sglang_minite_nvfp4 --updates 20
+    torchrun --nproc-per-node 2 examples/parity.py --sampler tp2
 
-One GPU, SGLang >= 0.5.23 installed beside this package. --model names random weights (moe and dense are
-small, wide and wide_dense have layers of Qwen3-30B-A3B's and Qwen3-1.7B's shape) or a Qwen3 checkpoint.
+One GPU, or two for a sampler of two ranks (with torchrun the learner has two as well); SGLang >= 0.5.23
+installed beside this package. --model names random weights (moe and dense are small, wide and wide_dense
+have layers of Qwen3-30B-A3B's and Qwen3-1.7B's shape) or a Qwen3 checkpoint.
 The engine runs unmodified, in processes of its own; the learner is a Megatron GPTModel under
 `deterministic: PROFILE`, and for comparison the same model without it. Then the learner takes steps of
 Megatron's optimizer on what was sampled and sends its weights to the engine: after every one the gap is
@@ -34,6 +36,7 @@ ENVIRONMENT = {
     "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM": "0",
 }
 
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ROWS_AT_ONCE = 16384  # of the learner's forward
 LEARNING_RATE = 3e-4
 PROMPT_LENGTHS = (5, 18, 33, 64, 129, 257, 300, 520, 600, 1100)
@@ -84,6 +87,8 @@ class Sampler:
         settings = {name: True if v == "true" else v for name, v in profile.sampler}
         more = [pair.partition("=") for pair in args.engine]
         ranks = SamplerRanks.parse(args.sampler)
+        for name in TORCHRUN:  # the engine's processes are another world
+            os.environ.pop(name, None)
         self.engine = sglang.Engine(
             model_path=str(model),
             attention_backend=args.attention,
@@ -207,10 +212,11 @@ class Trainer:
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
+            finalize_model_grads,
         )
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        self.learner = learner
+        self.learner, self.finalize = learner, finalize_model_grads
         config = learner.model.config
         self.ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), learner.model)
         settings = OptimizerConfig(
@@ -228,7 +234,7 @@ class Trainer:
         lengths = torch.tensor([len(response) for response in samples.responses])
         weights = advantages.repeat_interleave(lengths).to(logprobs)
         (-(weights * logprobs).mean()).backward()
-        self.ddp.finish_grad_sync()
+        self.finalize([self.ddp])
         self.optimizer.step()
 
 
@@ -270,24 +276,29 @@ def new_prompts(args: argparse.Namespace, vocab_size: int, count: int) -> list[l
     ]
 
 
-def checkpoint_of(args: argparse.Namespace) -> Path:
-    """The folder of --model, written first where it names random weights."""
+def checkpoint_folder(args: argparse.Namespace) -> Path:
+    """The folder of --model; where that names random weights, the folder they belong in."""
+    if args.model in parity_model.SIZES:
+        return args.out.parent / f"{args.model}-{args.weights}-{args.seed}"
+    folder = Path(args.model)
+    if not (folder / "config.json").is_file():
+        names = ", ".join(parity_model.SIZES)
+        sys.exit(
+            f"error: --model {args.model}: no config.json there; give a checkpoint, or {names}"
+        )
+    return folder
+
+
+def write_checkpoint(args: argparse.Namespace, folder: Path) -> None:
+    """The random weights of --model, where it names such."""
     if args.model not in parity_model.SIZES:
-        folder = Path(args.model)
-        if not (folder / "config.json").is_file():
-            names = ", ".join(parity_model.SIZES)
-            sys.exit(
-                f"error: --model {args.model}: no config.json there; give a checkpoint, or {names}"
-            )
-        return folder
-    folder = args.out.parent / f"{args.model}-{args.weights}-{args.seed}"
+        return
     config = parity_model.SIZES[args.model]
     device = "cuda" if args.model.startswith("wide") else "cpu"
     weights = parity_model.random_weights(config, args.seed, device)
     if args.weights == "outliers":
         weights = parity_model.with_outliers(weights)
     parity_model.write_checkpoint(folder, config, weights)
-    return folder
 
 
 def exported(args: argparse.Namespace, profile: Profile, folder: Path) -> Path:
@@ -312,15 +323,29 @@ def ordinary_policy(args: argparse.Namespace, profile: Profile) -> Path:
 
 
 def start_megatron() -> None:
-    """One process is the world."""
+    """The processes of torchrun share the learner by tensor parallelism; without it one is the world."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1"}
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
+    rank, size = (
+        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1))
+    )
+    torch.cuda.set_device(rank)
+    if size == 1:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1"}
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+    else:
+        torch.distributed.init_process_group("nccl")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
     model_parallel_cuda_manual_seed(1)
+
+
+def shared(make):
+    """What `make` gives on the first rank, on all of them."""
+    found = [make() if torch.distributed.get_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def main() -> int:
@@ -328,24 +353,33 @@ def main() -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     os.environ |= ENVIRONMENT
     profile = PROFILES[args.profile]
-    folder = checkpoint_of(args)
-    sampler = Sampler(exported(args, profile, folder) if args.exported else folder, profile, args)
+    folder = checkpoint_folder(args)
+    start_megatron()
+    is_first, sampler = torch.distributed.get_rank() == 0, None
+    if is_first:
+        write_checkpoint(args, folder)
+        loaded = exported(args, profile, folder) if args.exported else folder
+        sampler = Sampler(loaded, profile, args)
+    torch.distributed.barrier()
     try:
-        start_megatron()
         record = measure(args, profile, folder, sampler)
     finally:
-        sampler.engine.shutdown()
-    args.out.write_text(json.dumps(record, indent=1))
-    wrong = sum(line["profile"]["unequal"] for line in record["lines"])
-    total = sum(line["profile"]["tokens"] for line in record["lines"])
-    print(
-        f"{args.profile}, {args.attention}: {wrong} of {total} log-probabilities differ; {args.out}"
-    )
+        if is_first:
+            sampler.engine.shutdown()
+    gaps = [line["profile"] for line in record["lines"]]
+    wrong, total = (sum(gap[name] for gap in gaps) for name in ("unequal", "tokens"))
+    if is_first:
+        args.out.write_text(json.dumps(record, indent=1))
+        print(
+            f"{args.profile}, {args.attention}: {wrong} of {total} log-probabilities differ; {args.out}"
+        )
     return 1 if wrong else 0
 
 
-def measure(args: argparse.Namespace, profile: Profile, folder: Path, sampler: Sampler) -> dict:
-    """All comparisons, as plain data."""
+def measure(
+    args: argparse.Namespace, profile: Profile, folder: Path, sampler: Sampler | None
+) -> dict:
+    """All comparisons, as plain data. sampler: of the first rank."""
     learner = Learner(
         folder,
         args,
@@ -356,6 +390,10 @@ def measure(args: argparse.Namespace, profile: Profile, folder: Path, sampler: S
     lines = []
     vocab_size = learner.model.vocab_size
 
+    def say(text: str) -> None:
+        if torch.distributed.get_rank() == 0:
+            print(text, flush=True)
+
     def compare(stage: str, samples: Samples, ordinary: Learner | None = None) -> None:
         with torch.no_grad():
             started = time.perf_counter()
@@ -365,23 +403,25 @@ def measure(args: argparse.Namespace, profile: Profile, folder: Path, sampler: S
             line["longest"] = max(
                 len(p) + len(r) for p, r in zip(samples.prompts, samples.responses, strict=True)
             )
-            print(f"{stage}: {gap} ({seconds:.1f} s)", flush=True)
+            say(f"{stage}: {gap} ({seconds:.1f} s)")
             if samples.rescored is not None:
                 again = Gap.of(samples.rescored, samples.logprobs)
                 line["rescored"] = vars(again)
-                print(f"  the engine's own prefill: {again}", flush=True)
+                say(f"  the engine's own prefill: {again}")
             if ordinary is not None:
                 gap = Gap.of(ordinary.ordinary_logprobs(samples).cpu(), samples.logprobs)
                 line["ordinary"] = vars(gap)
-                print(f"  without the profile: {gap}", flush=True)
+                say(f"  without the profile: {gap}")
         lines.append(line)
 
     prompts = new_prompts(args, vocab_size, args.responses)
     for temperature in args.temperatures:
         started = time.perf_counter()
         is_first = temperature == 1.0
-        samples = sampler.sample(prompts, args.tokens, temperature, rescore=is_first)
-        print(f"sampled {samples.num_tokens} tokens in {time.perf_counter() - started:.1f} s")
+        samples = shared(
+            lambda t=temperature, r=is_first: sampler.sample(prompts, args.tokens, t, rescore=r)
+        )
+        say(f"sampled {samples.num_tokens} tokens in {time.perf_counter() - started:.1f} s")
         ordinary = None
         if is_first and not args.only_profile:
             ordinary = Learner(folder, args, config=ordinary_policy(args, profile))
@@ -397,18 +437,23 @@ def measure(args: argparse.Namespace, profile: Profile, folder: Path, sampler: S
 def update(args, learner: Learner, sampler: Sampler, prompts: list, compare) -> None:
     """Steps of the optimizer, each followed by new weights for the engine and new samples from it."""
     trainer, prompts = Trainer(learner), prompts[: args.update_responses]
-    samples = sampler.sample(prompts, args.update_tokens, 1.0, rescore=False)
+
+    def sample() -> Samples:
+        return shared(lambda: sampler.sample(prompts, args.update_tokens, 1.0, rescore=False))
+
+    samples = sample()
     drawn = torch.Generator().manual_seed(args.seed)
     for number in range(1, args.updates + 1):
-        before = [weight.clone() for _, weight in learner.weights()]
+        before = [parameter.detach().clone() for parameter in learner.model.parameters()]
         trainer.step(samples, torch.randn(len(prompts), generator=drawn))
-        weights = learner.weights()
-        changed = sum(int((a != b).sum()) for a, (_, b) in zip(before, weights, strict=True)) / sum(
-            t.numel() for t in before
-        )
+        changed = sum(
+            int((a != b).sum()) for a, b in zip(before, learner.model.parameters(), strict=True)
+        ) / sum(parameter.numel() for parameter in before)
         del before
-        sampler.update(weights)
-        samples = sampler.sample(prompts, args.update_tokens, 1.0, rescore=False)
+        weights = learner.weights()
+        if sampler is not None:
+            sampler.update(weights)
+        samples = sample()
         compare(f"update {number} ({changed:.0%} of the weights changed)", samples)
 
 

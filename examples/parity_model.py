@@ -140,8 +140,10 @@ def write_checkpoint(folder: Path, config: dict, weights: dict[str, Tensor]) -> 
 def megatron_model(folder: Path, policy, max_positions: int):
     """GPTModel on minite layers under `policy`, with the weights of a Hugging Face checkpoint.
 
-    Needs Megatron's process groups. What the checkpoint converter writes to disk goes into memory here.
+    Needs Megatron's process groups, by which it is cut. What the checkpoint converter writes to disk goes
+    into memory here.
     """
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -189,6 +191,8 @@ def megatron_model(folder: Path, policy, max_positions: int):
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         transformer_impl="minite",
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
         **moe,
     )
     config.minite_policy = policy
@@ -203,7 +207,18 @@ def megatron_model(folder: Path, policy, max_positions: int):
         share_embeddings_and_output_weights=arch.tied,
     )
     places = dict(model.named_parameters())
+    share = (config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank())
     with torch.no_grad():
         for parameter in weights.parameters:
-            places[parameter.key].copy_(weights.read(parameter))
+            whole = weights.read(parameter)
+            places[parameter.key].copy_(_share(whole, parameter.split, *share))
     return model.cuda()
+
+
+def _share(whole: Tensor, split: str | None, num_ranks: int, rank: int) -> Tensor:
+    """What a tensor-parallel rank holds of a parameter; halves (gate, up) are cut one by one."""
+    if split is None:
+        return whole
+    if split == "halves":
+        return torch.cat([_share(half, "rows", num_ranks, rank) for half in whole.chunk(2)])
+    return whole.chunk(num_ranks, dim=1 if split == "columns" else 0)[rank]

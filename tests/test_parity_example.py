@@ -56,24 +56,38 @@ def check_packed_rows_predict_the_responses(folder: Path) -> None:
 
 def check_weights_pass_through_megatron(folder: Path) -> None:
     """Prevents: a learner and a sampler that start from other weights, or updates under wrong names."""
+    _check_weights(folder)
+
+
+def _check_weights(folder: Path, **policy: str) -> None:
     import parity_model
     import torch
+    from megatron.core import parallel_state
 
     from megatron_nvfp4.mcore.deterministic_forward import hf_weights
     from megatron_nvfp4.recipes import resolve
 
+    rank = parallel_state.get_tensor_model_parallel_rank()
     for kind in (parity_model.DENSE, parity_model.MOE):
         config = kind | {"num_hidden_layers": 2, "hidden_size": 128, "vocab_size": 256}
         config |= {"num_attention_heads": 4, "intermediate_size": 256, "head_dim": 64}
         weights = parity_model.with_outliers(parity_model.random_weights(config))
-        target = folder / config["model_type"]
+        target = folder / f"{config['model_type']}-{rank}"
         parity_model.write_checkpoint(target, config, weights)
-        policy = resolve(environ={}, deterministic="sglang_det_bf16")
-        model = parity_model.megatron_model(target, policy, max_positions=64)
+        chosen = resolve(environ={}, deterministic="sglang_det_bf16", **policy)
+        model = parity_model.megatron_model(target, chosen, max_positions=64)
         assert model.forward.profile.name == "sglang_det_bf16"
         found = dict(hf_weights(model))
         assert found.keys() == weights.keys()
         assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+
+
+def check_weights_are_cut_by_ranks(folder: Path) -> None:
+    """Prevents: a rank with the other's heads, or gates where its ups belong."""
+    import megatron_small as small
+
+    small.parallelise(tp=2)
+    _check_weights(folder, deterministic_sampler="tp2")
 
 
 WORLDS = {
@@ -83,7 +97,8 @@ WORLDS = {
             check_packed_rows_predict_the_responses,
             check_weights_pass_through_megatron,
         )
-    )
+    ),
+    "two ranks": World((check_weights_are_cut_by_ranks,), num_ranks=2),
 }
 
 
