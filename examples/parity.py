@@ -87,8 +87,8 @@ class Sampler:
         settings = {name: True if v == "true" else v for name, v in profile.sampler}
         more = [pair.partition("=") for pair in args.engine]
         ranks = SamplerRanks.parse(args.sampler)
-        for name in TORCHRUN:  # the engine's processes are another world
-            os.environ.pop(name, None)
+        for name in [n for n in os.environ if n in TORCHRUN or n.startswith("TORCHELASTIC_")]:
+            del os.environ[name]  # the engine's processes are another world
         self.engine = sglang.Engine(
             model_path=str(model),
             attention_backend=args.attention,

@@ -14,7 +14,7 @@ from megatron_nvfp4.deterministic.model import Model
 from megatron_nvfp4.deterministic.ops.activation import silu_and_mul
 from megatron_nvfp4.deterministic.ops.attention import PackedBatch, attention
 from megatron_nvfp4.deterministic.ops.experts import experts
-from megatron_nvfp4.deterministic.ops.linear import linear
+from megatron_nvfp4.deterministic.ops.linear import Prepared, linear
 from megatron_nvfp4.deterministic.ops.logprobs import token_logprobs
 from megatron_nvfp4.deterministic.ops.norm import add_rms_norm, rms_norm
 from megatron_nvfp4.deterministic.ops.rope import apply_rope, rope_table
@@ -117,6 +117,19 @@ def _cases(draw):
 
 
 OPERATORS = list(_cases(lambda *shape, scale=1.0: torch.zeros(shape)))
+
+
+def test_a_vocabulary_that_is_no_multiple_of_eight_has_the_columns_of_a_padded_one():
+    # Prevents: a product that no kernel takes, left to a library and its order of addition.
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 64, generator=generator).bfloat16() for n in (5, 13))
+    prepared = Prepared.of(weight[None])
+    assert prepared.operand.shape == (1, 16, 64)
+    assert not prepared.operand[0, 13:].any()
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, 3))
+    assert torch.equal(linear(x, weight), linear(x, padded)[:, :13])
+    whole = Prepared.of(padded[None]).operand
+    assert whole.data_ptr() == padded.data_ptr()  # no copy where none is needed
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -22,6 +22,7 @@ from megatron_nvfp4.quant.nvfp4 import decode_scale, encode_scale
 from megatron_nvfp4.recipes import BF16, FORWARD, Format, Operands
 
 UNQUANTIZED = Operands()
+UNIT = 8  # of the kernels' output columns
 
 
 def linear(x: Tensor, weight: Tensor, operands: Operands = UNQUANTIZED) -> Tensor:
@@ -71,6 +72,8 @@ class Prepared:
         """From BF16 (G, N, K), quantised with one amax per weight where operands.right says so."""
         num_groups, num_rows, _ = weights.shape
         operand = weights
+        if num_rows % UNIT:  # a library would take these, in an order of its own
+            operand = torch.nn.functional.pad(weights, (0, 0, 0, -num_rows % UNIT))
         if operands.right not in (BF16, FORWARD):
             bounds = torch.arange(num_groups + 1, device=weights.device) * num_rows
             operand = _quantized(weights.flatten(0, 1), operands.right, bounds)
@@ -107,9 +110,21 @@ class Prepared:
         self, x: Tensor, offsets: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
     ) -> Tensor:
         """Row group g of x BF16 (M, K) times weight g, plus bias (G, N): (M, N), rounded once."""
-        backend = _gemm_backend(self.operands, x, self.shape)
+        num_groups, num_rows, num_cols = self.shape
+        missing = -num_rows % UNIT if isinstance(self.operand, Tensor) else 0
+        shape = (num_groups, num_rows + missing, num_cols)
+        backend = _gemm_backend(self.operands, x, shape)
+        if x.device.type == "cuda" and backend.name != "cuda":
+            raise RuntimeError(
+                f"linear: weights of {num_rows} x {num_cols} on {x.device} have the backend "
+                f"{backend.name} alone, which adds in an order of its own; use a model whose sizes are "
+                "multiples of 8, or 16 in NVFP4, and the extension's CUDA kernels"
+            )
+        if missing and bias is not None:
+            bias = torch.nn.functional.pad(bias, (0, missing))
         left = _quantized(x, self.operands.left, None)
-        return backend.grouped_gemm(left, self.operand, offsets, bias=bias, out_dtype=out_dtype)
+        y = backend.grouped_gemm(left, self.operand, offsets, bias=bias, out_dtype=out_dtype)
+        return y[:, :num_rows].contiguous() if missing else y
 
     def copy_from(self, other: "Prepared") -> None:
         """Take the values of another of the same shape in place: a CUDA graph has kept the addresses."""
