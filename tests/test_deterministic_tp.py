@@ -24,7 +24,7 @@ from megatron_nvfp4.deterministic.profiles import PROFILES, SamplerRanks, faults
 from megatron_nvfp4.deterministic.sampler import SamplerSettings, sampler_faults
 from megatron_nvfp4.recipes import RECIPES, Operands
 from megatron_nvfp4.rollout import sglang_methods
-from megatron_nvfp4.rollout.sglang_plugin import mix
+from megatron_nvfp4.rollout.method import mix
 
 EPS = 1e-6
 BF16, NVFP4 = PROFILES["sglang_det_bf16"], PROFILES["sglang_minite_nvfp4"]

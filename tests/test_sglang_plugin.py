@@ -11,6 +11,7 @@ from megatron_nvfp4.deterministic.ops.linear import linear
 from megatron_nvfp4.deterministic.ops.router import route
 from megatron_nvfp4.quant import quantize
 from megatron_nvfp4.recipes import RECIPES
+from megatron_nvfp4.rollout import method as shared
 from megatron_nvfp4.rollout import sglang_methods, sglang_plugin
 
 W4A4 = RECIPES["nvfp4_per_token"].fprop
@@ -165,11 +166,9 @@ def test_padding_rows_do_not_move_the_others(sglang, draw):
     method.process_weights_after_loading(layer)
     x = draw(7, 64)
     weights, ids = route(draw(7, 4), 2, True)
-    want = sglang_plugin.mix(
-        x[:5], weights[:5], ids[:5], layer.minite_w13_weight, layer.minite_w2_weight
-    )
+    want = shared.mix(x[:5], weights[:5], ids[:5], layer.minite_w13_weight, layer.minite_w2_weight)
     ids[5:], weights[5:] = -1, 0.0
-    got = sglang_plugin.mix(x, weights, ids, layer.minite_w13_weight, layer.minite_w2_weight)
+    got = shared.mix(x, weights, ids, layer.minite_w13_weight, layer.minite_w2_weight)
     assert torch.equal(got[:5], want)
     assert not got[5:].any()
 
@@ -232,7 +231,7 @@ def test_nvfp4_experts_checkpoint(sglang, draw):
     weights, ids = route(draw(6, 3), 2, True)
     prepared = layer.minite_w13_weight, layer.minite_w2_weight
     want = experts(x, weights, ids, w13, w2, W4A4)
-    assert torch.equal(sglang_plugin.mix(x, weights, ids, *prepared), want)
+    assert torch.equal(shared.mix(x, weights, ids, *prepared), want)
 
 
 def test_refusals(sglang, draw):

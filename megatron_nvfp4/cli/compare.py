@@ -44,7 +44,7 @@ def compare(
 
 def _megatron_name(name: str) -> str | None:
     """Megatron's name of SGLang's module; the experts as a whole, and the router."""
-    from megatron_nvfp4.rollout.sglang_plugin import layer_name
+    from megatron_nvfp4.rollout.method import layer_name
 
     if name.endswith(".mlp.gate"):
         return f"decoder.{name.removeprefix('model.').removesuffix('gate')}router"

@@ -16,9 +16,7 @@ own, and rows of activations likewise; the learner does the same share by share 
 spread whole, its weights cannot be cut.
 """
 
-from .method import NAME, layer_name, mix
-
-__all__ = ["layer_name", "mix", "register"]
+from .method import NAME
 
 
 def register() -> None:
