@@ -1,6 +1,8 @@
 # Paths are relative so that a checkout may live anywhere, also below a name with spaces.
-# OMP_NUM_THREADS: two threads suit the small shapes of the tests; set your own to override.
-export OMP_NUM_THREADS ?= 2
+# Threads: two suit the demo's small shapes, and one each of two processes the tests'; set your own to override.
+TEST_WORKERS ?= 2
+demo: export OMP_NUM_THREADS ?= 2
+test: export OMP_NUM_THREADS ?= 1
 PYTHON_SOURCES := megatron_nvfp4 setup.py tests tools examples
 
 .PHONY: demo test venv lint clean
@@ -9,7 +11,7 @@ demo: venv
 	.venv/bin/python examples/demo.py $(DEMO_ARGS)
 
 test: venv
-	.venv/bin/python -m pytest $(TEST_ARGS)
+	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(TEST_ARGS)
 
 venv:
 	@bash tools/make_venv.sh

@@ -68,9 +68,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 def run_ranks(command, num_ranks: int = 1, *, check: bool = True, **changes: str) -> list[str]:
     """Run `python *command` on every rank; the combined output of each. Fails with it when one fails."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = "0" if num_ranks == 1 else _free_port()
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(num_ranks)]
         failed = _wait(_start(command, files, port, changes))
@@ -83,6 +81,15 @@ def run_ranks(command, num_ranks: int = 1, *, check: bool = True, **changes: str
         )
         pytest.fail(f"{' '.join(map(str, command))[:200]}\n{text}", pytrace=False)
     return outputs
+
+
+def _free_port() -> str:
+    """One below those that connections are given, from a place of this process's own: others look too."""
+    for port in range(10000 + os.getpid() % 20000, 32768):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return str(port)
+    raise RuntimeError("no free port from 10000 to 32767")
 
 
 def _start(command, files, port: str, changes: dict[str, str]) -> list[subprocess.Popen]:

@@ -12,7 +12,6 @@ the option --minite-capture FILE, which the command line takes out before (cli/c
 import argparse
 import os
 import runpy
-import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -120,16 +119,13 @@ def _single_process_defaults() -> None:
     """What torchrun sets, for a single process started without it."""
     if "RANK" in os.environ:
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     defaults = {
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": "0",  # whichever is free when it is bound: nobody else has to know it
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)

@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import time
+from collections import Counter
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,19 +20,48 @@ def install(*, meta: Path | None, steps: Path | None, argv: list[str], on_cpu: b
     """Hook megatron.training so that it writes the records it was asked for.
 
     The first rank writes `meta`; the last one writes `steps`, for it has the loss under pipeline parallelism.
+    In any case the first rank says in one line what is about to train.
     """
-    if meta is None and steps is None:
-        return
     for flag, path in (("--minite-run-meta", meta), ("--minite-step-log", steps)):
         if path is not None:
             require_writable(flag, path)
     from megatron.training import training
 
+    _announce_before(training)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if steps is not None and rank == world - 1:
         _log_steps(training, steps)
     if meta is not None:
         _write_meta_after(training, meta, argv, on_cpu)
+
+
+def _announce_before(training) -> None:
+    original = training.train
+
+    @functools.wraps(original)
+    def train(forward_step_func, model, *args, **kwargs):
+        import torch.distributed as dist
+
+        if dist.get_rank() == 0:
+            print(f"megatron_nvfp4: {headline(model)}", flush=True)
+        return original(forward_step_func, model, *args, **kwargs)
+
+    training.train = train
+
+
+def headline(model) -> str:
+    """What this rank's layers compute, in a line: how many have which recipe and backward."""
+    deterministic = _deterministic_run_of(model[0])
+    if deterministic:
+        found = deterministic.describe()
+        return f"deterministic {found['profile']}, {found['attention']} attention"
+    layers = Counter((each["recipe"], each["backward"]) for each in layers_of(model).values())
+    if not layers:
+        return "no layer of this package on the first rank"
+    parts = [f"{recipe} (backward {backward}) in {n}" for (recipe, backward), n in layers.items()]
+    flows = Counter(each["dataflow"] for each in moe_layers_of(model).values())
+    parts += [f"{name} dataflow in {n} MoE layers" for name, n in flows.items()]
+    return f"{', '.join(parts)}; layers of the first rank"
 
 
 def require_writable(flag: str, path: Path) -> None:
