@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megatron_nvfp4.deterministic.ops import activation, experts, logprobs, norm
 from megatron_nvfp4.deterministic.ops.attention import PackedBatch, attention
+from megatron_nvfp4.deterministic.ops.linear import Prepared, Weights, linear
 
 pytestmark = pytest.mark.gpu
 EPS = 1e-6
@@ -115,6 +116,29 @@ def test_gradients_between_products_of_experts_are_the_cpus(draw):
         _close(got[2:], want[2:])
         grad = activation.silu_and_mul_backward(inner, h)
         _close([grad], [activation.silu_and_mul_backward(*_on_cpu(inner, h))])
+
+
+def test_a_row_of_a_product_has_the_bits_it_has_among_any_number_of_rows(draw):
+    # Prevents: a tile, chosen by the number of rows, that adds in another order.
+    for num_cols, depth in ((2048, 4096), (5120, 2048), (128, 512)):
+        x, weight = draw(2048, depth), draw(num_cols, depth)
+        whole = linear(x, weight)
+        for num_rows in (1, 64, 65, 256, 700, 1024, 1100):
+            assert torch.equal(linear(x[-num_rows:], weight), whole[-num_rows:]), num_rows
+
+
+def test_router_weights_inside_the_product_have_the_bits_of_those_behind_it(draw):
+    # Prevents: a weight of another row's, or one that comes after the rounding or before the sum.
+    ids = torch.stack([torch.randperm(16)[:4] for _ in range(300)]).cuda()
+    ids[::7, 1] = 16  # of an expert that stands elsewhere
+    order, weights = experts._Order.of(ids, 16), torch.rand(300, 4, device="cuda")
+    x, w13, w2 = draw(300, 512), draw(16, 384, 512), draw(16, 512, 192)
+    got, h, _ = experts.run_experts(x, weights, ids, Prepared.of(w13), Prepared.of(w2))
+    a = activation.silu_and_mul_forward(h)
+    y = Prepared.of(w2).times(a, order.offsets, torch.float32)
+    assert torch.equal(got, experts._combine(y, weights, order.places))
+    apart = [Weights(tuple(w), tuple(w.clone() for w in w)) for w in (w13, w2)]
+    assert torch.equal(got, experts.experts(x, weights, ids, *apart))
 
 
 def test_gradients_of_attention_repeat(draw):

@@ -10,6 +10,7 @@ import torch
 from deterministic_small import DENSE, MOE, random_weights
 from torch import Tensor
 
+from megatron_nvfp4 import backends
 from megatron_nvfp4.deterministic.model import Model
 from megatron_nvfp4.deterministic.ops.activation import silu_and_mul
 from megatron_nvfp4.deterministic.ops.attention import PackedBatch, attention
@@ -19,7 +20,7 @@ from megatron_nvfp4.deterministic.ops.logprobs import token_logprobs
 from megatron_nvfp4.deterministic.ops.norm import add_rms_norm, rms_norm
 from megatron_nvfp4.deterministic.ops.rope import apply_rope, rope_table
 from megatron_nvfp4.deterministic.ops.router import route
-from megatron_nvfp4.recipes import RECIPES
+from megatron_nvfp4.recipes import BF16, RECIPES
 
 BATCH = PackedBatch.of((3, 70, 1), (5, 70, 40), "cpu")
 EPS = 1e-6
@@ -130,6 +131,21 @@ def test_a_vocabulary_that_is_no_multiple_of_eight_has_the_columns_of_a_padded_o
     assert torch.equal(linear(x, weight), linear(x, padded)[:, :13])
     whole = Prepared.of(padded[None]).operand
     assert whole.data_ptr() == padded.data_ptr()  # no copy where none is needed
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_factors_of_rows_multiply_the_sums(backend, draw):
+    # Prevents: a router weight that multiplies what was rounded to BF16, or the rows of another expert.
+    kernel = backends.get(backend)
+    reason = kernel.why_not("grouped_gemm", (BF16, BF16), device="cpu")
+    if reason is not None:
+        pytest.skip(f"{backend}: {reason}")
+    x, weights = draw(9, 64), draw(3, 16, 64)
+    factors, offsets = torch.rand(9), torch.tensor([0, 4, 4, 9])
+    sums = kernel.grouped_gemm(x, weights, offsets, out_dtype=torch.float32)
+    got = kernel.grouped_gemm(x, weights, offsets, out_dtype=torch.bfloat16, row_factors=factors)
+    assert torch.equal(got, (sums * factors[:, None]).bfloat16())
+    assert not torch.equal(got, sums.bfloat16() * factors[:, None].bfloat16())
 
 
 @pytest.mark.parametrize("name", OPERATORS)

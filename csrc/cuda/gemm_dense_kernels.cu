@@ -26,12 +26,17 @@ cudaError_t launch(const DenseArgs& args, int num_sms, cudaStream_t stream) {
                                            args);
 }
 
-// By the mean number of rows a group, which is all the host knows: right for any split.
+// By the mean number of rows a group, which is all the host knows: right for any split. Small tiles
+// too where large ones would occupy less than half of the multiprocessors: the contraction has one
+// order, so only more tiles share the work.
 template <bool kTransposed>
 cudaError_t choose(const DenseArgs& args, int num_sms, cudaStream_t stream) {
-  constexpr int kSmallTokens = 64;
-  if (args.num_rows <= int64_t{kSmallTokens} * args.num_groups) {
-    return launch<DenseTile<kSmallTokens, 8, 1, kTransposed>>(args, num_sms, stream);
+  constexpr int kSmallTokens = 64, kLargeTokens = 256;
+  using Small = DenseTile<kSmallTokens, 8, 1, kTransposed>;
+  const int64_t num_large = (args.num_rows + kLargeTokens - 1) / kLargeTokens *
+                            ((args.num_cols + Small::kFeatures - 1) / Small::kFeatures);
+  if (args.num_rows <= int64_t{kSmallTokens} * args.num_groups || 2 * num_large < num_sms) {
+    return launch<Small>(args, num_sms, stream);
   }
   if constexpr (!kTransposed) {  // where x is read by many and weights by few, sharing x pays
     constexpr int kSharedTokens = 512;

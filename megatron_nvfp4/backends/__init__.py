@@ -121,10 +121,13 @@ class Backend(Protocol):
         bias: Tensor | None = None,
         out_dtype: torch.dtype,
         transposed: bool = False,
+        row_factors: Tensor | None = None,
     ) -> Tensor:
         """Row group g of a (M, K) times b_g: b is (G*N, K), offsets (G+1,), bias (G, N); (M, N).
 
         b: an operand, or G unquantised matrices (N, K); transposed: the matrices lie as (K, N).
+        row_factors: FP32 (M,), multiply the rows' FP32 sums before bias and rounding; given only where
+        neither operand is quantised, with "cuda", "cpu" or "reference".
         """
         ...
 

@@ -63,12 +63,13 @@ class CpuBackend(ReferenceBackend):
         bias: Tensor | None = None,
         out_dtype: torch.dtype,
         transposed: bool = False,
+        row_factors: Tensor | None = None,
     ) -> Tensor:
         b = stack_matrices(b, transposed)
         dtype = out_dtype if out_dtype in GEMM_DTYPES else torch.float32
         bias = bias.float() if bias is not None and bias.dtype not in GEMM_DTYPES else bias
         y = _ops().grouped_gemm_decoded(
-            decode(a), decode(b), offsets, *outer_scales(a, b), bias, dtype
+            decode(a), decode(b), offsets, *outer_scales(a, b, row_factors), bias, dtype
         )
         return y.to(out_dtype)
 

@@ -93,8 +93,11 @@ class CudaBackend:
         bias: Tensor | None = None,
         out_dtype: torch.dtype,
         transposed: bool = False,
+        row_factors: Tensor | None = None,
     ) -> Tensor:
-        return cuda_gemm.grouped_gemm(a, b, offsets, bias, out_dtype, transposed)
+        return cuda_gemm.grouped_gemm(
+            a, b, offsets, bias, out_dtype, transposed, row_factors=row_factors
+        )
 
     def grouped_wgrad(
         self,

@@ -81,13 +81,14 @@ def grouped_gemm(
     transposed: bool,
     *,
     row_index: Tensor | None = None,
+    row_factors: Tensor | None = None,
 ) -> Tensor:
     """Backend.grouped_gemm; with row_index (M,), row m of the product takes row row_index[m] of a."""
     num_groups = offsets.numel() - 1
     dtype = out_dtype if out_dtype in GEMM_DTYPES else torch.float32
     bias = bias.float() if bias is not None and bias.dtype not in GEMM_DTYPES else bias
     b = pack_weights(b, num_groups)
-    scales = outer_scales(a, b)
+    scales = outer_scales(a, b, row_factors)
     if isinstance(b, PackedWeights):
         x, x_scales = _packed_or_decoded(a)
         y = _ops().grouped_gemm_w4(

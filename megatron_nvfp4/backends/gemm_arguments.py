@@ -17,11 +17,12 @@ GEMM_DTYPES = (torch.bfloat16, torch.float32)
 
 
 def outer_scales(
-    a: Operand, b: Operand | Matrices
+    a: Operand, b: Operand | Matrices, row_factors: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """S_dec of rows (M,) or (1,), of groups (G,) or (1,), and of columns (G*N,), the last two exclusive.
 
     Two scales of one group are multiplied here: it is the one rounding of their product all the same.
+    row_factors: what scales the rows of operands that are not quantised.
     """
     row_scale, col_scale, of_groups = None, None, []
     for operand in (a, b):
@@ -34,6 +35,10 @@ def outer_scales(
             of_groups.append(_outer_scale(operand))
     if col_scale is not None and of_groups:
         return a.row_scale().contiguous(), None, col_scale
+    if row_factors is not None:
+        is_plain = row_scale is None and col_scale is None and not of_groups
+        assert is_plain, "quantised operands have scales of their own"
+        row_scale = row_factors
     return row_scale, _product(of_groups), col_scale
 
 

@@ -132,6 +132,7 @@ class ReferenceBackend:
         bias: Tensor | None = None,
         out_dtype: torch.dtype,
         transposed: bool = False,
+        row_factors: Tensor | None = None,
     ) -> Tensor:
         bounds = offsets.tolist()
         num_groups = len(bounds) - 1
@@ -139,6 +140,7 @@ class ReferenceBackend:
         num_cols = b.shape[0] // num_groups
         a_exact, b_exact = self.decode(a), self.decode(b)
         a_scale, b_scale = row_scale(a), row_scale(b)
+        a_scale = row_factors if a_scale is None else a_scale
         out = torch.zeros(a.shape[0], num_cols, dtype=out_dtype, device=a.device)
         for group in range(num_groups):
             rows = slice(bounds[group], bounds[group + 1])

@@ -46,7 +46,7 @@ from .ops.activation import silu_and_mul
 from .ops.attention import PackedBatch, attention
 from .ops.collectives import gather_columns, shared_input, sum_partials
 from .ops.experts import experts
-from .ops.linear import add_partials, linear
+from .ops.linear import Weights, add_partials, linear
 from .ops.logprobs import token_logprobs
 from .ops.norm import add_rms_norm, rms_norm, rms_norm_fp32
 from .ops.parallel_logprobs import parallel_token_logprobs
@@ -61,42 +61,37 @@ class Layer:
     """Weights of one layer, those that a rank of the sampler has a share of as one share after the other.
 
     attention: (projections of q, k and v stacked, output projection). mlp: (gate and up projections stacked,
-    down projection), or of all experts, stacked; one share where ranks have whole experts. gate: None where
-    the MLP is dense.
+    down projection), or of all experts; one share where ranks have whole experts. gate: None where the MLP
+    is dense.
     """
 
     input_norm: Tensor
     post_norm: Tensor
     q_norm: Tensor
     k_norm: Tensor
-    attention: tuple[tuple[Tensor, Tensor], ...]
-    gate: Tensor | None
-    mlp: tuple[tuple[Tensor, Tensor], ...]
+    attention: tuple["Share", ...]
+    gate: Weights | None
+    mlp: tuple["Share", ...]
 
     @classmethod
     def of(
         cls,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, "Tensor | Weights"],
         number: int,
         profile: Profile,
         sampler: SamplerRanks,
     ) -> "Layer":
-        """The tensors of model.layers.`number`, stacked, cut into the shares of the sampler's ranks; norms'
-        weights as `profile` multiplies them.
+        """The tensors of model.layers.`number`, cut into the shares of the sampler's ranks; norms' weights as
+        `profile` multiplies them.
         """
         prefix = f"model.layers.{number}."
         attn, mlp = prefix + "self_attn.", prefix + "mlp."
         gate, num_ranks = weights.get(mlp + "gate.weight"), sampler.tensor_parallel
         if gate is None:
-            shares = _shares(weights, mlp, ("gate", "up"), "down", num_ranks)
+            shares = _shares(weights, mlp, "gate_up", ("gate", "up"), "down", num_ranks)
         else:
-            num_ranks //= sampler.expert_parallel
-            names = (f"{mlp}experts.{expert}." for expert in range(gate.shape[0]))
-            each = [_shares(weights, name, ("gate", "up"), "down", num_ranks) for name in names]
-            shares = [
-                tuple(torch.stack(matrices) for matrices in zip(*rank, strict=True))
-                for rank in zip(*each, strict=True)
-            ]
+            gate, num_ranks = Weights.of(gate), num_ranks // sampler.expert_parallel
+            shares = _expert_shares(weights, mlp + "experts.", gate.shape[1], num_ranks)
         norms = (
             prefix + "input_layernorm.weight",
             prefix + "post_attention_layernorm.weight",
@@ -105,7 +100,7 @@ class Layer:
         )
         return cls(
             *(_widened(weights[name], profile.norm_weight) for name in norms),
-            tuple(_shares(weights, attn, "qkv", "o", sampler.tensor_parallel)),
+            tuple(_shares(weights, attn, "qkv", "qkv", "o", sampler.tensor_parallel)),
             gate,
             tuple(shares),
         )
@@ -116,13 +111,52 @@ def _widened(x: Tensor, dtype: str) -> Tensor:
     return x.float() if dtype == "float32" else x
 
 
+# A rank's two matrices of a block: the projections into it, stacked, and the one out of it.
+Share = tuple[Weights, Weights]
+
+
 def _shares(
+    weights: Mapping[str, Tensor | Weights],
+    prefix: str,
+    stacked: str,
+    ins: Sequence[str],
+    out: str,
+    num_ranks: int,
+) -> list[Share]:
+    """Of each rank its rows of the projections `ins`, one after the other, and its columns of `out`.
+
+    Of one rank without a copy where the projection `stacked` is given.
+    """
+    out, stacked = (f"{prefix}{name}_proj.weight" for name in (out, stacked))
+    if num_ranks == 1 and stacked in weights:
+        return [(Weights.of(weights[stacked]), Weights.of(weights[out]))]
+    parts = [Weights.of(t) for pair in _parts(weights, prefix, ins, out, num_ranks) for t in pair]
+    return list(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _parts(
     weights: Mapping[str, Tensor], prefix: str, ins: Sequence[str], out: str, num_ranks: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Of each rank its rows of the projections `ins`, stacked, and its columns of the projection `out`."""
     rows = [weights[f"{prefix}{name}_proj.weight"].chunk(num_ranks) for name in ins]
-    cols = weights[f"{prefix}{out}_proj.weight"].chunk(num_ranks, dim=1)
+    cols = weights[out].chunk(num_ranks, dim=1)
     return [(torch.cat(own), col.contiguous()) for *own, col in zip(*rows, cols, strict=True)]
+
+
+def _expert_shares(
+    weights: Mapping[str, Tensor | Weights], prefix: str, num_experts: int, num_ranks: int
+) -> list[Share]:
+    """As _shares, of all experts."""
+    whole = [prefix + name for name in ("gate_up_proj", "down_proj")]
+    if num_ranks == 1 and whole[0] in weights:
+        return [tuple(Weights.of(weights[name]) for name in whole)]
+    each = [
+        _parts(weights, name, ("gate", "up"), name + "down_proj.weight", num_ranks)
+        for name in (f"{prefix}{expert}." for expert in range(num_experts))
+    ]
+    return [
+        tuple(Weights.of(torch.stack(matrices)) for matrices in zip(*rank, strict=True))
+        for rank in zip(*each, strict=True)
+    ]
 
 
 def run_facts(
@@ -156,7 +190,7 @@ class Model:
 
     def __init__(
         self,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor | Weights],
         config: Mapping,
         profile: Profile | str,
         *,
@@ -165,7 +199,8 @@ class Model:
         group: ProcessGroup | None = None,
     ) -> None:
         """weights: BF16 under Hugging Face's names on one device; config: config.json's dictionary; sampler:
-        the ranks it is spread over, tp1, tp2 or tp2ep2.
+        the ranks it is spread over, tp1, tp2 or tp2ep2. What these have whole may be given without a copy, as
+        self_attn.qkv_proj, mlp.gate_up_proj, and of all experts mlp.experts.gate_up_proj and down_proj.
 
         group: the learner's tensor-parallel ranks, None for one. Of two, each gives its shares: rows of q, k,
         v, gate and up, columns of o and down, equally many rows of the embedding and the head, padding
@@ -200,15 +235,17 @@ class Model:
         tied = config.get("tie_word_embeddings", False)
         head = self.embedding if tied else weights["lm_head.weight"]
         self.vocab_size = config["vocab_size"]
-        if head.shape[0] * num_ranks < self.vocab_size:
+        num_rows = head.shape[-2]
+        if num_rows * num_ranks < self.vocab_size:
             raise ValueError(
-                f"the head has {head.shape[0]} rows on each of {num_ranks} ranks for a vocabulary of "
+                f"the head has {num_rows} rows on each of {num_ranks} ranks for a vocabulary of "
                 f"{self.vocab_size}; give them all"
             )
-        if self.group is None:
-            head = head[: self.vocab_size]  # rows behind it are padding
-        # An FP32 embedding multiplies in BF16 where it is the head too.
-        self.head = head.to(torch.bfloat16) if self.profile.residual == "float32" else head
+        if self.profile.residual == "float32" and isinstance(head, Tensor):
+            head = head.to(torch.bfloat16)  # of an FP32 embedding that is the head too
+        if self.group is None and num_rows > self.vocab_size:  # rows behind it are padding
+            head = Weights.of(head).first_rows(self.vocab_size)
+        self.head = head
         theta = (config.get("rope_parameters") or config)["rope_theta"]
         self.table = rope_table(
             config["head_dim"],
@@ -223,7 +260,7 @@ class Model:
         config = self.config
         num_heads = config["num_attention_heads"] + 2 * config["num_key_value_heads"]
         num_rows = num_heads * config["head_dim"] // num_ranks
-        given = sum(qkv.shape[0] for qkv, _ in self.layers[0].attention)
+        given = sum(qkv.shape[1] for qkv, _ in self.layers[0].attention)
         if given != num_rows:
             raise ValueError(
                 f"weights: q, k and v have {given} rows together; give the {num_rows} of one of {num_ranks} "
@@ -292,7 +329,7 @@ class Model:
         """
         if self.group is None:
             return linear(hidden, self.head)
-        num_padded = self.head.shape[0] * self.group.size() - self.vocab_size
+        num_padded = self.head.shape[-2] * self.group.size() - self.vocab_size
         if not is_whole and num_padded:
             raise ValueError(
                 f"logits: {num_padded} of the last rank's columns are padding, which a softmax over "
@@ -329,7 +366,7 @@ class Model:
     def _attend_share(
         self,
         layer: Layer,
-        share: tuple[Tensor, Tensor],
+        share: Share,
         h: Tensor,
         batch: PackedBatch,
         name: str,
@@ -367,7 +404,7 @@ class Model:
         ]
         return self._summed(partials, name, "experts")
 
-    def _mlp_share(self, share: tuple[Tensor, Tensor], h: Tensor, name: str) -> Tensor:
+    def _mlp_share(self, share: Share, h: Tensor, name: str) -> Tensor:
         h = record(name + "fc1", linear(h, share[0], self.profile.dense))
         h = record(name + "activation", silu_and_mul(h, self.profile.silu_roundings))
         return record(name + "fc2", linear(h, share[1], self.profile.dense))
@@ -386,7 +423,7 @@ class Model:
             return partials[0]
         return record(name + output, total)
 
-    def _labelled(self, name: str, shares: Sequence) -> list[tuple[str, tuple[Tensor, Tensor]]]:
+    def _labelled(self, name: str, shares: Sequence[Share]) -> list[tuple[str, Share]]:
         """Each share here, and what its outputs are called: `name` alone where there is but one."""
         if self.group is not None:
             return [(f"{name}rank{self.group.rank()}.", shares[0])]

@@ -4,8 +4,8 @@ reported.
 Between Megatron's layers travels one tensor, rounded to BF16; SGLang's norms read the sum of two before
 its rounding. So the forward is not assembled from layer specs: it takes the built model's parameters,
 whatever spec they came from, and computes beside Megatron's forward, which stays as it is, or in its
-place (deterministic_run.py). Gradients arrive in the parameters, through the hooks that Megatron's DDP
-has set on them. Weights are stacked anew for every such forward, a copy of each.
+place (deterministic_run.py). Gradients arrive in the parameters, or in their main_grad, through the hooks
+that Megatron's DDP has set on them (deterministic_weights.py).
 
 With --tensor-model-parallel-size 2 every rank gives its shards, which are the shares of a sampler of tp2:
 groups of heads, halves of gate and of up one above the other, columns of the projections behind them, rows of
@@ -24,6 +24,8 @@ from torch import Tensor
 from megatron_nvfp4.deterministic.model import Model
 from megatron_nvfp4.deterministic.ops.collectives import all_gathered
 from megatron_nvfp4.deterministic.profiles import Profile, RunFacts, SamplerRanks, require
+
+from .deterministic_weights import model_weights, own_weights
 
 # (attribute of TransformerConfig, values the forward computes, remedy)
 _NEEDED = (
@@ -133,8 +135,8 @@ def build(
         # Megatron takes the softmax of the chosen logits, unless it is told to take it first.
         "norm_topk_prob": not config.moe_router_pre_softmax,
     }
-    weights = dict(_own_weights(model))
     group = get_tensor_model_parallel_group() if config.tensor_model_parallel_size > 1 else None
+    weights = model_weights(model, sampler if group is None else SamplerRanks())
     return kind(
         weights, described, profile, attention_kind=attention_kind, sampler=sampler, group=group
     )
@@ -206,7 +208,7 @@ def hf_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     keep the padding of the vocabulary.
     """
     is_one = model.config.tensor_model_parallel_size == 1
-    for name, weight in _own_weights(model):
+    for name, weight in own_weights(model):
         axis = None if is_one else _split_axis(name)
         if axis is not None:
             weight = all_gathered(weight.detach(), get_tensor_model_parallel_group(), axis)
@@ -220,54 +222,3 @@ def _split_axis(name: str) -> int | None:
     if not name.endswith("_proj.weight"):
         return None
     return 1 if name.endswith((".o_proj.weight", ".down_proj.weight")) else 0
-
-
-def _own_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """This rank's parameters under Hugging Face's names: views, or casts, that carry gradients."""
-    named = dict(model.named_parameters())
-    for name, source in (
-        ("model.embed_tokens.weight", "embedding.word_embeddings.weight"),
-        ("model.norm.weight", "decoder.final_layernorm.weight"),
-        ("lm_head.weight", "output_layer.weight"),
-    ):
-        if source in named:
-            yield name, named[source].to(torch.bfloat16)
-    for number in range(model.config.num_layers):
-        prefix, target = f"decoder.layers.{number}.", f"model.layers.{number}."
-        layer = {n.removeprefix(prefix): p for n, p in named.items() if n.startswith(prefix)}
-        for name, weight in (*_attention(layer, model.config), *_mlp(layer)):
-            yield target + name, weight.to(torch.bfloat16)
-
-
-def _attention(layer: dict[str, Tensor], config) -> Iterator[tuple[str, Tensor]]:
-    attn = "self_attention."
-    yield "input_layernorm.weight", layer[attn + "linear_qkv.layer_norm_weight"]
-    yield "self_attn.q_norm.weight", layer[attn + "q_layernorm.weight"]
-    yield "self_attn.k_norm.weight", layer[attn + "k_layernorm.weight"]
-    yield "self_attn.o_proj.weight", layer[attn + "linear_proj.weight"]
-    # Each group's queries, then its key, then its value.
-    num_heads, num_cols = config.num_attention_heads // config.num_query_groups, config.hidden_size
-    qkv = layer[attn + "linear_qkv.weight"].view(-1, num_heads + 2, config.kv_channels, num_cols)
-    for name, heads in (("q", qkv[:, :-2]), ("k", qkv[:, -2:-1]), ("v", qkv[:, -1:])):
-        yield f"self_attn.{name}_proj.weight", heads.reshape(-1, num_cols)
-
-
-def _mlp(layer: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    if "mlp.router.weight" not in layer:
-        yield "post_attention_layernorm.weight", layer["mlp.linear_fc1.layer_norm_weight"]
-        yield from _gated("mlp.", layer["mlp.linear_fc1.weight"], layer["mlp.linear_fc2.weight"])
-        return
-    yield "post_attention_layernorm.weight", layer["pre_mlp_layernorm.weight"]
-    yield "mlp.gate.weight", layer["mlp.router.weight"]
-    for expert in range(len(layer["mlp.router.weight"])):
-        names = (f"experts.linear_fc{i}.weight{expert}" for i in (1, 2))
-        if f"mlp.experts.linear_fc1.weight{expert}" not in layer:
-            names = (f"experts.local_experts.{expert}.linear_fc{i}.weight" for i in (1, 2))
-        yield from _gated(f"mlp.experts.{expert}.", *(layer["mlp." + name] for name in names))
-
-
-def _gated(prefix: str, fc1: Tensor, fc2: Tensor) -> Iterator[tuple[str, Tensor]]:
-    gate, up = fc1.chunk(2)
-    yield prefix + "gate_proj.weight", gate
-    yield prefix + "up_proj.weight", up
-    yield prefix + "down_proj.weight", fc2

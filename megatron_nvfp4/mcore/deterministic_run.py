@@ -166,6 +166,25 @@ def _recomputed(function: Callable[..., Tensor], *args) -> Tensor:
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
+class _Kept:
+    """A forward for sequences of up to num_positions tokens, and which values of the parameters it has."""
+
+    def __init__(self, model: GPTModel, num_positions: int, forward: Model) -> None:
+        self.num_positions, self.forward = num_positions, forward
+        # Walking through the modules takes longer than looking at their parameters.
+        self._modules = [module for module in model.modules() if module._parameters]
+        self.key = self.present()
+
+    def present(self) -> list[tuple[int, int, int]]:
+        """What changes with the parameters: objects, memory, versions."""
+        return [
+            (id(parameter), parameter.data_ptr(), parameter._version)
+            for module in self._modules
+            for parameter in module._parameters.values()
+            if parameter is not None
+        ]
+
+
 class DeterministicForward:
     """GPTModel.forward by a profile; its arguments are those of Megatron's."""
 
@@ -179,7 +198,7 @@ class DeterministicForward:
     ) -> None:
         self.model, self.profile, self.attention_kind = model, profile, attention_kind
         self.sampler, self.vocab_size = sampler, vocab_size
-        self._kept: tuple[tuple, int, Model] | None = None
+        self._kept: _Kept | None = None
 
     def __call__(self, *args, **kwargs) -> Tensor:
         """Losses FP32 of labels (B, S), or logits BF16 (B, S, vocabulary without padding).
@@ -241,11 +260,11 @@ class DeterministicForward:
         num_positions = max(num_positions, self.model.max_sequence_length)
         if first is None or not torch.is_grad_enabled():
             return self._build(num_positions)
-        key = tuple((id(p), p.data_ptr(), p._version) for p in self.model.parameters())
-        if self._kept is None or self._kept[0] != key or self._kept[1] < num_positions:
-            # Its graph stacks and casts, which saves no tensor: every microbatch's backward passes it.
-            self._kept = (key, num_positions, self._build(num_positions))
-        return self._kept[2]
+        kept = self._kept
+        if kept is None or kept.num_positions < num_positions or kept.key != kept.present():
+            # Its graph copies and casts, which saves no tensor: every microbatch's backward passes it.
+            self._kept = kept = _Kept(self.model, num_positions, self._build(num_positions))
+        return kept.forward
 
     def _build(self, num_positions: int) -> Model:
         for name, module in self.model.named_modules():

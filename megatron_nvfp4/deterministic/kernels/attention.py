@@ -7,10 +7,9 @@ from torch import Tensor
 
 from megatron_nvfp4.deterministic.ops.attention import PackedBatch
 
-PROMPT_ROWS, PROMPT_KEYS, PROMPT_STAGES = 128, 64, 2
-# Query heads that SGLang's kernel takes at once; ours takes LANES of several rows, as many warps and so the
-# same order.
-HEADS, LANES, RESPONSE_KEYS = 16, 32, 32
+PROMPT_ROWS, PROMPT_KEYS = 64, 64
+# Query heads that SGLang's kernel takes at once; ours takes LANES, those of several rows.
+HEADS, LANES, RESPONSE_KEYS = 16, 64, 32
 SPLIT = tl.constexpr(256)
 
 
@@ -82,6 +81,13 @@ def _prompt(
 
 
 @triton.jit
+def _row_sums(weight, LANES: tl.constexpr, KEYS: tl.constexpr):
+    """In the order of SGLang's kernel: its four warps have a quarter of the keys each, whose sums pair up."""
+    quarters = tl.sum(tl.reshape(weight, (LANES, 4, KEYS // 4)), axis=2)
+    return tl.sum(tl.sum(tl.reshape(quarters, (LANES, 2, 2)), axis=1), axis=1)
+
+
+@triton.jit
 def _response(
     q, k, v, out, lse, starts, prompt_lengths, scale, q_stride, kv_stride,
     num_heads: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
@@ -130,7 +136,7 @@ def _response(
             weight = tl.exp(score - new_max[:, None])
             acc *= rescale[:, None]
             acc += tl.dot(weight.to(value.dtype), value)
-            total = total * rescale + tl.sum(weight, 1)
+            total = total * rescale + _row_sums(weight, LANES, KEYS)
             largest = new_max
         part, part_lse = acc / total[:, None], largest + tl.log(total)
         new_max = tl.maximum(part_lse, all_max)
@@ -163,7 +169,7 @@ def attend(
         _prompt[grid](
             q, k, v, out, lse, batch.starts, batch.prompts, scale, q.stride(0), k.stride(0), num_heads,
             GROUP=group, SIZE=size, ROWS=PROMPT_ROWS, KEYS=PROMPT_KEYS,
-            num_warps=4 if size <= 64 else 8, num_stages=PROMPT_STAGES,
+            num_warps=4, num_stages=3,
         )  # fmt: skip
     if batch.responses.numel():
         valid = min(HEADS, group)
@@ -174,6 +180,6 @@ def attend(
         _response[(num_sequences, triton.cdiv(num_heads, valid), most)](
             q, k, v, out, lse, batch.starts, batch.prompts, scale, q.stride(0), k.stride(0),
             num_heads, GROUP=group, SIZE=size, LANES=LANES, VALID=valid, SLOTS=slots,
-            KEYS=RESPONSE_KEYS, num_warps=4, num_stages=2,
+            KEYS=RESPONSE_KEYS, num_warps=4, num_stages=3,
         )  # fmt: skip
     return out, lse

@@ -15,7 +15,7 @@ from megatron_nvfp4.deterministic.ops.attention import PackedBatch
 
 # Rows, keys, warps and stages of the two kernels; keys a multiple of rows in the second, rows of keys in the
 # first.
-FOR_QUERIES = {"ROWS": 128, "KEYS": 64, "num_warps": 8, "num_stages": 2}
+FOR_QUERIES = {"ROWS": 128, "KEYS": 64, "num_warps": 8, "num_stages": 3}
 FOR_KEYS = {"ROWS": 64, "KEYS": 128, "num_warps": 8, "num_stages": 2}
 
 

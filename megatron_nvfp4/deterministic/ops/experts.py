@@ -22,10 +22,11 @@ from .activation import silu_and_mul_backward, silu_and_mul_forward
 from .linear import (
     UNQUANTIZED,
     Prepared,
+    Weights,
     add_partials,
     check_matrix,
+    gradients,
     grouped_dgrad,
-    grouped_wgrad,
 )
 
 
@@ -48,22 +49,27 @@ class _Order:
         rows = routing.rows_of_token
         return cls(routing.token_of_row, routing.slot_of_row, rows, routing.offsets)
 
+    def to_rows(self, weights: Tensor) -> Tensor:
+        """Of weights (T, K) that of each row, anything for rows behind the last expert's."""
+        at = torch.add(self.slots, self.tokens, alpha=weights.shape[1]).clamp_min_(0)
+        return weights.flatten()[at]
+
 
 def experts(
     x: Tensor,
     weights: Tensor,
     ids: Tensor,
-    w13: Tensor,
-    w2: Tensor,
+    w13: Tensor | Weights,
+    w2: Tensor | Weights,
     operands: Operands = UNQUANTIZED,
     num_ranks: int = 1,
 ) -> Tensor:
     """x BF16 (T, H) through the experts `ids` int (T, K) with weights FP32 (T, K), as `route` gives
     them: BF16 (T, H).
 
-    w13: BF16 (E, 2F, H), gates above ups; w2: BF16 (E, H, F). operands: formats of both products'
-    operands in the forward. num_ranks: 1, or 2 of which each has half of the experts. Raises ValueError
-    for shapes or dtypes that do not fit; ids are trusted.
+    w13: BF16 (E, 2F, H), gates above ups; w2: BF16 (E, H, F); or each expert's by itself, as Weights.
+    operands: formats of both products' operands in the forward. num_ranks: 1, or 2 of which each has half
+    of the experts. Raises ValueError for shapes or dtypes that do not fit; ids are trusted.
     """
     num_experts, width, size = w13.shape
     check_matrix("experts", x, size)
@@ -79,7 +85,9 @@ def experts(
             f"experts: weights are {weights.dtype} {tuple(weights.shape)}, ids {tuple(ids.shape)}; give FP32 "
             "weights of the ids' shape, as route returns them"
         )
-    return _Experts.apply(x, weights, ids, w13, w2, operands, num_ranks)
+    w13, w2 = Weights.of(w13), Weights.of(w2)
+    leaves = (*w13.leaves, *w2.leaves)
+    return _Experts.apply(x, weights, ids, w13, w2, operands, num_ranks, *leaves)
 
 
 def _combine(y: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
@@ -106,37 +114,49 @@ def run_experts(
     """
     order = _Order.of(ids, w13.shape[0])
     h = w13.times(dispatch.gather_rows(x, order.tokens), order.offsets, x.dtype)
-    # FC2's accumulators themselves: the router weight comes before their rounding.
-    y = w2.times(silu_and_mul_forward(h), order.offsets, torch.float32)
+    a, factors = silu_and_mul_forward(h), weights
+    # The router weight multiplies FC2's accumulator: inside the product, where no other scale comes before.
+    if w2.operands == UNQUANTIZED:
+        y = w2.times(a, order.offsets, x.dtype, row_factors=order.to_rows(weights))
+        factors = None
+    else:
+        y = w2.times(a, order.offsets, torch.float32)
     if num_ranks == 1:
-        return _combine(y, weights, order.places), h, order
+        return _combine(y, factors, order.places), h, order
     owners = ids // (w13.shape[0] // num_ranks)
-    shares = (weights.where(owners == rank, 0.0) for rank in range(num_ranks))
-    return add_partials([_combine(y, share, order.places) for share in shares]), h, order
+    shares = (order.places.where(owners == rank, -1) for rank in range(num_ranks))
+    return add_partials([_combine(y, factors, share) for share in shares]), h, order
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weights, ids, w13, w2, operands, num_ranks):
-        prepared = Prepared.of(w13, operands), Prepared.of(w2, operands)
+    def forward(ctx, x, weights, ids, w13, w2, operands, num_ranks, *_leaves):
+        prepared = w13.prepared(operands), w2.prepared(operands)
         out, h, ctx.order = run_experts(x, weights, ids, *prepared, num_ranks)
-        ctx.save_for_backward(x, weights, h, w13, w2)
+        ctx.save_for_backward(x, weights, h)
+        ctx.matrices, ctx.versions = (w13, w2), (w13.versions(), w2.versions())
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        x, weights, h, w13, w2 = ctx.saved_tensors
-        order = ctx.order
+        (x, weights, h), order, (w13, w2) = ctx.saved_tensors, ctx.order, ctx.matrices
+        for each, versions in zip(ctx.matrices, ctx.versions, strict=True):
+            each.check(versions)
+        needs_x, *_ = ctx.needs_input_grad
+        needs = ctx.needs_input_grad[7:]
+        num_w13 = len(w13.leaves)
         grad = dispatch.gather_rows(grad.contiguous(), order.tokens)
         # The gradient of the activation before its weight: times the activation it is the weight's.
         inner = grouped_dgrad(grad, w2, order.offsets)
         grad_h, weighted, grad_weights = _activation_backward(inner, h, weights, order)
-        grad_w2 = grouped_wgrad(grad, weighted, order.offsets)
+        grads_w2 = gradients(w2, grad, weighted, order.offsets, needs[num_w13:])
         rows = dispatch.gather_rows(x, order.tokens)
-        grad_w13 = grouped_wgrad(grad_h, rows, order.offsets)
-        grad_x = _combine(grouped_dgrad(grad_h, w13, order.offsets), None, order.places)
-        return grad_x, grad_weights, None, grad_w13, grad_w2, None, None
+        grads_w13 = gradients(w13, grad_h, rows, order.offsets, needs[:num_w13])
+        grad_x = None
+        if needs_x:
+            grad_x = _combine(grouped_dgrad(grad_h, w13, order.offsets), None, order.places)
+        return grad_x, grad_weights, None, None, None, None, None, *grads_w13, *grads_w2
 
 
 def _activation_backward(

@@ -6,8 +6,10 @@ NVFP4 codes, as the sampler plugin does; the backward is that of the unquantised
 through).
 """
 
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,20 +25,22 @@ from megatron_nvfp4.recipes import BF16, FORWARD, Format, Operands
 
 UNQUANTIZED = Operands()
 UNIT = 8  # of the kernels' output columns
+_VERSION = operator.attrgetter("_version")
 
 
-def linear(x: Tensor, weight: Tensor, operands: Operands = UNQUANTIZED) -> Tensor:
-    """x BF16 (M, K) times weight BF16 (N, K) transposed: BF16 (M, N).
+def linear(x: Tensor, weight: "Tensor | Weights", operands: Operands = UNQUANTIZED) -> Tensor:
+    """x BF16 (M, K) times weight BF16 (N, K), or one as Weights, transposed: BF16 (M, N).
 
     operands: formats of x and weight in the forward. Raises ValueError for other dtypes or shapes that
     do not fit, RuntimeError where no backend has the GEMM.
     """
     check_matrix("linear", x, weight.shape[-1])
-    if weight.dim() != 2 or weight.dtype != torch.bfloat16:
+    if weight.dtype != torch.bfloat16 or (isinstance(weight, Tensor) and weight.dim() != 2):
         raise ValueError(
             f"linear: weight is {weight.dtype} {tuple(weight.shape)}; give BF16 (N, {x.shape[1]})"
         )
-    return _Linear.apply(x, weight, operands)
+    weight = Weights.of(weight)
+    return _Linear.apply(x, weight, operands, *weight.leaves)
 
 
 def add_partials(partials: Sequence[Tensor]) -> Tensor:
@@ -68,19 +72,22 @@ class Prepared:
     operands: Operands
 
     @classmethod
-    def of(cls, weights: Tensor, operands: Operands = UNQUANTIZED) -> "Prepared":
-        """From BF16 (G, N, K), quantised with one amax per weight where operands.right says so."""
-        num_groups, num_rows, _ = weights.shape
+    def of(cls, weights: Matrices, operands: Operands = UNQUANTIZED) -> "Prepared":
+        """From BF16 (G, N, K) or G of (N, K), quantised with one amax per weight where operands.right says
+        so.
+        """
+        shape = _shape_of(weights)
+        num_groups, num_rows, _ = shape
         operand = weights
-        if num_rows % UNIT:  # a library would take these, in an order of its own
-            operand = torch.nn.functional.pad(weights, (0, 0, 0, -num_rows % UNIT))
         if operands.right not in (BF16, FORWARD):
-            bounds = torch.arange(num_groups + 1, device=weights.device) * num_rows
-            operand = _quantized(weights.flatten(0, 1), operands.right, bounds)
-            operand = _gemm_backend(operands, operand, weights.shape).pack_weights(
-                operand, num_groups
-            )
-        return cls(operand, tuple(weights.shape), operands)
+            rows = weights.flatten(0, 1) if isinstance(weights, Tensor) else torch.cat([*weights])
+            bounds = torch.arange(num_groups + 1, device=rows.device) * num_rows
+            operand = _quantized(rows, operands.right, bounds)
+            operand = _gemm_backend(operands, operand, shape).pack_weights(operand, num_groups)
+        elif num_rows % UNIT:  # a library would take these, in an order of its own
+            stacked = weights if isinstance(weights, Tensor) else torch.stack([*weights])
+            operand = torch.nn.functional.pad(stacked, (0, 0, 0, -num_rows % UNIT))
+        return cls(operand, shape, operands)
 
     @classmethod
     def of_codes(
@@ -107,9 +114,18 @@ class Prepared:
         return cls(packed, shape, operands)
 
     def times(
-        self, x: Tensor, offsets: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        offsets: Tensor,
+        out_dtype: torch.dtype,
+        bias: Tensor | None = None,
+        row_factors: Tensor | None = None,
     ) -> Tensor:
-        """Row group g of x BF16 (M, K) times weight g, plus bias (G, N): (M, N), rounded once."""
+        """Row group g of x BF16 (M, K) times weight g, times row_factors FP32 (M,), plus bias (G, N): (M, N),
+        rounded once.
+
+        row_factors: of operands that are not quantised, which have no scale of their own.
+        """
         num_groups, num_rows, num_cols = self.shape
         missing = -num_rows % UNIT if isinstance(self.operand, Tensor) else 0
         shape = (num_groups, num_rows + missing, num_cols)
@@ -123,7 +139,9 @@ class Prepared:
         if missing and bias is not None:
             bias = torch.nn.functional.pad(bias, (0, missing))
         left = _quantized(x, self.operands.left, None)
-        y = backend.grouped_gemm(left, self.operand, offsets, bias=bias, out_dtype=out_dtype)
+        y = backend.grouped_gemm(
+            left, self.operand, offsets, bias=bias, out_dtype=out_dtype, row_factors=row_factors
+        )
         return y[:, :num_rows].contiguous() if missing else y
 
     def copy_from(self, other: "Prepared") -> None:
@@ -131,10 +149,10 @@ class Prepared:
         if isinstance(self.operand, Tensor):
             self.operand.copy_(other.operand)
             return
-        for field in fields(self.operand):
-            value = getattr(self.operand, field.name)
+        for name in (each.name for each in fields(self.operand)):
+            value = getattr(self.operand, name)
             if isinstance(value, Tensor):
-                value.copy_(getattr(other.operand, field.name))
+                value.copy_(getattr(other.operand, name))
 
 
 def _amax_of(outer_scale: Tensor, e4m3_max: int) -> Tensor:
@@ -148,24 +166,149 @@ def _amax_of(outer_scale: Tensor, e4m3_max: int) -> Tensor:
     return amax
 
 
-def grouped_dgrad(grad: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Row group g of grad BF16 (M, N) times weights[g] (N, K): BF16 (M, K)."""
+class GradientStore(Protocol):
+    """Where gradients of parameters are added past autograd, as Megatron's main_grad."""
+
+    @property
+    def leaves(self) -> Sequence[Tensor]:
+        """The parameters that autograd is told of, the first ones."""
+
+    def targets(self) -> Sequence[Tensor] | None:
+        """What to add to, of every parameter; None where autograd takes the gradients."""
+
+    def added(self) -> Sequence[Tensor | None]:
+        """Called after the addition: what autograd gets for the leaves."""
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """G matrices BF16 (N, K) of a product where they lie, and where their gradients go.
+
+    tensors: what gradients flow to: one of all matrices, or each by itself, whose rows from N on are padding.
+    matrices: the same without gradients, as products read them.
+    """
+
+    tensors: tuple[Tensor, ...]
+    matrices: Matrices
+    store: GradientStore | None = None
+    _kept: dict[tuple, Prepared] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, weights: "Tensor | Weights") -> "Weights":
+        """Of one tensor (G, N, K) or (N, K), or those given."""
+        if isinstance(weights, Weights):
+            return weights
+        matrices = weights.detach()
+        return cls((weights,), matrices if weights.dim() == 3 else matrices[None])
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(G, N, K)."""
+        return _shape_of(self.matrices)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.matrices[0].dtype
+
+    @property
+    def leaves(self) -> Sequence[Tensor]:
+        """The tensors that autograd is told of."""
+        return self.tensors if self.store is None else self.store.leaves
+
+    def first_rows(self, num_rows: int) -> "Weights":
+        """Of one matrix the rows before `num_rows`."""
+        return Weights(self.tensors, self.matrices[0][:num_rows][None], self.store)
+
+    def prepared(self, operands: Operands) -> Prepared:
+        """As the forward product reads them, made once for their present values."""
+        key = (operands, self.versions())
+        if key not in self._kept:
+            self._kept.clear()
+            self._kept[key] = Prepared.of(self.matrices, operands)
+        return self._kept[key]
+
+    def versions(self) -> tuple[int, ...]:
+        """What changes with the values, unless they are written through `.data`."""
+        return tuple(map(_VERSION, self.tensors))
+
+    def check(self, versions: tuple[int, ...]) -> None:
+        """RuntimeError in a backward whose forward saw other versions."""
+        if self.versions() != versions:
+            raise RuntimeError(
+                f"deterministic: weights {self.shape} were modified in place between forward and backward; "
+                "run the backward before the optimizer's step"
+            )
+
+
+def _shape_of(matrices: Matrices) -> tuple[int, int, int]:
+    return (len(matrices), *matrices[0].shape)
+
+
+class GradientSum:
+    """The gradient of Weights as a sum of one product or more, in FP32 between them.
+
+    needs: for which of the leaves autograd asks; of none, nothing is computed.
+    """
+
+    def __init__(self, weights: Weights, needs: Sequence[bool], num_products: int = 1) -> None:
+        self._weights, self._is_begun, self._is_needed = weights, False, any(needs)
+        if not self._is_needed:
+            return
+        store, (num_groups, num_rows, num_cols) = weights.store, weights.shape
+        first = weights.tensors[0]
+        is_cut = num_rows < first.shape[-2]
+        targets = None if store is None else store.targets()
+        self._is_stored = targets is not None
+        if targets is not None:
+            self._out = [t[:num_rows] for t in targets] if is_cut else targets
+            return
+        dtype = first.dtype if num_products == 1 else torch.float32
+        shape = (num_groups, first.shape[-2], num_cols)
+        self._memory = torch.empty(shape, dtype=dtype, device=first.device)
+        self._out = self._memory
+        if is_cut:
+            self._memory[:, num_rows:].zero_()
+            self._out = self._memory[:, :num_rows]
+
+    def add(self, grad: Tensor, x: Tensor, offsets: Tensor) -> None:
+        """Row groups of grad BF16 (M, N), transposed, times those of x (M, K)."""
+        if not self._is_needed:
+            return
+        shape = (grad.shape[1], x.shape[1], x.shape[0])
+        backend = backends.select(
+            "grouped_wgrad", (BF16, BF16), shape=shape, device=x.device, dtype=x.dtype
+        )
+        accumulate = self._is_stored or self._is_begun
+        backend.grouped_wgrad(grad.t(), x.t(), offsets, out=self._out, accumulate=accumulate)
+        self._is_begun = True
+
+    def of_leaves(self) -> Sequence[Tensor | None]:
+        """What autograd gets for the leaves."""
+        leaves = self._weights.leaves
+        if not self._is_needed:
+            return [None] * len(leaves)
+        if self._is_stored:
+            return [*self._weights.store.added()]
+        grads = self._memory.to(leaves[0].dtype)
+        return [grads.view(leaves[0].shape)] if len(leaves) == 1 else grads.unbind()
+
+
+def grouped_dgrad(grad: Tensor, weights: Weights, offsets: Tensor) -> Tensor:
+    """Row group g of grad BF16 (M, N) times weight g: BF16 (M, K)."""
     _, num_rows, num_cols = weights.shape
     backend = _gemm_backend(UNQUANTIZED, grad, (1, num_cols, num_rows))
     return backend.grouped_gemm(
-        grad.contiguous(), weights, offsets, out_dtype=grad.dtype, transposed=True
+        grad.contiguous(), weights.matrices, offsets, out_dtype=grad.dtype, transposed=True
     )
 
 
-def grouped_wgrad(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    """Row groups of grad BF16 (M, N), transposed, times those of x (M, K): BF16 (G, N, K)."""
-    shape = (grad.shape[1], x.shape[1], x.shape[0])
-    out = torch.empty(offsets.numel() - 1, *shape[:2], dtype=x.dtype, device=x.device)
-    backend = backends.select(
-        "grouped_wgrad", (BF16, BF16), shape=shape, device=x.device, dtype=x.dtype
-    )
-    backend.grouped_wgrad(grad.t(), x.t(), offsets, out=out.unbind(0), accumulate=False)
-    return out
+def gradients(
+    weights: Weights, grad: Tensor, x: Tensor, offsets: Tensor, needs: Sequence[bool]
+) -> Sequence[Tensor | None]:
+    """What autograd gets for the leaves of weights by which x was multiplied; see GradientSum."""
+    total = GradientSum(weights, needs)
+    total.add(grad, x, offsets)
+    return total.of_leaves()
 
 
 def _quantized(x: Tensor, spec: Format, offsets: Tensor | None) -> Operand | Tensor:
@@ -191,15 +334,18 @@ def _gemm_backend(
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, operands: Operands) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx, x: Tensor, weight: Weights, operands: Operands, *_leaves) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.versions = weight, weight.versions()
         offsets = dense_offsets(x.shape[0], x.device)
-        return Prepared.of(weight[None], operands).times(x, offsets, x.dtype)
+        return weight.prepared(operands).times(x, offsets, x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        x, weight = ctx.saved_tensors
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        weight.check(ctx.versions)
+        needs_x, _, _, *needs = ctx.needs_input_grad
         offsets = dense_offsets(x.shape[0], x.device)
-        grad_x = grouped_dgrad(grad, weight[None], offsets)
-        return grad_x, grouped_wgrad(grad, x, offsets)[0], None
+        grad_x = grouped_dgrad(grad, weight, offsets) if needs_x else None
+        return grad_x, None, None, *gradients(weight, grad, x, offsets, needs)

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_nvfp4.quant.layout import dense_offsets
 
-from .linear import Prepared, check_matrix, grouped_dgrad, grouped_wgrad
+from .linear import UNQUANTIZED, GradientSum, Weights, check_matrix, grouped_dgrad
 
 CHUNK = 1024
 PORTION = 1 << 30  # logits at a time, 2 GiB of BF16
@@ -26,12 +26,13 @@ PORTION = 1 << 30  # logits at a time, 2 GiB of BF16
 
 def token_logprobs(
     hidden: Tensor,
-    head: Tensor,
+    head: Tensor | Weights,
     tokens: Tensor,
     temperature: float | Tensor = 1.0,
     rounding: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Log-probability, FP32 (M,), of tokens int64 (M,) after hidden BF16 (M, H), by head BF16 (V, H).
+    """Log-probability, FP32 (M,), of tokens int64 (M,) after hidden BF16 (M, H), by head BF16 (V, H), or as
+    Weights of one such.
 
     temperature: of all rows, or FP32 (M,). rounding: torch.float32 or torch.bfloat16; with the second the
     FP32 tensor holds BF16 values. head holds the vocabulary alone: cut rows of padding off before.
@@ -39,7 +40,7 @@ def token_logprobs(
     and a tensor of temperatures are trusted.
     """
     check_matrix("token_logprobs", hidden, head.shape[-1])
-    if head.dim() != 2 or head.dtype != torch.bfloat16:
+    if head.dtype != torch.bfloat16 or (isinstance(head, Tensor) and head.dim() != 2):
         raise ValueError(
             f"token_logprobs: head is {head.dtype} {tuple(head.shape)}; give BF16 "
             f"(V, {hidden.shape[1]})"
@@ -66,12 +67,13 @@ def token_logprobs(
         raise ValueError(
             f"token_logprobs: rounding={rounding}; give torch.float32 or torch.bfloat16"
         )
-    return _TokenLogprobs.apply(hidden, head, tokens, temperature, rounding)
+    head = Weights.of(head)
+    return _TokenLogprobs.apply(hidden, head, tokens, temperature, rounding, *head.leaves)
 
 
-def _logits(hidden: Tensor, head: Tensor) -> Tensor:
+def _logits(hidden: Tensor, head: Weights) -> Tensor:
     offsets = dense_offsets(hidden.shape[0], hidden.device)
-    return Prepared.of(head[None]).times(hidden, offsets, hidden.dtype)
+    return head.prepared(UNQUANTIZED).times(hidden, offsets, hidden.dtype)
 
 
 def _rescaled(logits: Tensor, temperature: Tensor, rounding: torch.dtype) -> Tensor:
@@ -112,13 +114,14 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx,
         hidden: Tensor,
-        head: Tensor,
+        head: Weights,
         tokens: Tensor,
         temperature: Tensor,
         rounding: torch.dtype,
+        *_leaves,
     ) -> Tensor:
-        ctx.portions = _portions(hidden.shape[0], max(1, PORTION // head.shape[0]))
-        ctx.rounding = rounding
+        ctx.portions = _portions(hidden.shape[0], max(1, PORTION // head.shape[1]))
+        ctx.rounding, ctx.head, ctx.versions = rounding, head, head.versions()
         results = []
         for rows in ctx.portions:
             logits = _logits(hidden[rows], head)
@@ -132,14 +135,17 @@ class _TokenLogprobs(torch.autograd.Function):
                 results.append(_logprobs_ref(rescaled, tokens[rows]))
         result, top, log_sum = (torch.cat(parts) for parts in zip(*results, strict=True))
         kept = logits if len(ctx.portions) == 1 else None
-        ctx.save_for_backward(hidden, head, tokens, temperature, top, log_sum, kept)
+        ctx.save_for_backward(hidden, tokens, temperature, top, log_sum, kept)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        hidden, head, tokens, temperature, top, log_sum, kept = ctx.saved_tensors
-        grad_hidden, grad_head = [], None
+        hidden, tokens, temperature, top, log_sum, kept = ctx.saved_tensors
+        head = ctx.head
+        head.check(ctx.versions)
+        needs = ctx.needs_input_grad[5:]
+        grad_hidden, grad_head = [], GradientSum(head, needs, len(ctx.portions))
         for rows in ctx.portions:
             logits = _logits(hidden[rows], head) if kept is None else kept
             args = [t[rows].contiguous() for t in (temperature, tokens, top, log_sum, grad)]
@@ -150,12 +156,9 @@ class _TokenLogprobs(torch.autograd.Function):
             else:
                 slope = _grad_logits_ref(logits, *args, ctx.rounding)
             offsets = dense_offsets(slope.shape[0], hidden.device)
-            grad_hidden.append(grouped_dgrad(slope, head[None], offsets))
-            part = grouped_wgrad(slope, hidden[rows], offsets)[0]
-            if len(ctx.portions) > 1:  # portions add up in FP32
-                part = part.float() if grad_head is None else grad_head.add_(part)
-            grad_head = part
-        return torch.cat(grad_hidden), grad_head.to(head.dtype), None, None, None
+            grad_hidden.append(grouped_dgrad(slope, head, offsets))
+            grad_head.add(slope, hidden[rows], offsets)
+        return torch.cat(grad_hidden), None, None, None, None, *grad_head.of_leaves()
 
 
 def _portions(num_rows: int, size: int) -> list[slice]:

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from megatron_nvfp4.quant.layout import dense_offsets
 
 from .collectives import all_gathered, all_reduced
-from .linear import check_matrix, grouped_dgrad, grouped_wgrad
+from .linear import GradientSum, Weights, check_matrix, grouped_dgrad
 from .logprobs import (
     PORTION,
     _grad_logits_ref,
@@ -28,7 +28,7 @@ from .logprobs import (
 
 def parallel_token_logprobs(
     hidden: Tensor,
-    head: Tensor,
+    head: Tensor | Weights,
     tokens: Tensor,
     vocab_size: int,
     group: ProcessGroup,
@@ -50,8 +50,9 @@ def parallel_token_logprobs(
         temperature = torch.full(
             tokens.shape, temperature, dtype=torch.float32, device=hidden.device
         )
+    head = Weights.of(head)
     return _ParallelTokenLogprobs.apply(
-        hidden, head, tokens, vocab_size, group, temperature, rounding
+        hidden, head, tokens, vocab_size, group, temperature, rounding, *head.leaves
     )
 
 
@@ -94,15 +95,17 @@ class _ParallelTokenLogprobs(torch.autograd.Function):
     def forward(
         ctx,
         hidden: Tensor,
-        head: Tensor,
+        head: Weights,
         tokens: Tensor,
         vocab_size: int,
         group: ProcessGroup,
         temperature: Tensor,
         rounding: torch.dtype,
+        *_leaves,
     ) -> Tensor:
         ctx.portions = _portions(hidden.shape[0], max(1, PORTION // vocab_size))
         ctx.vocab_size, ctx.group, ctx.rounding = vocab_size, group, rounding
+        ctx.head, ctx.versions = head, head.versions()
         results = []
         for rows in ctx.portions:
             own = _logits(hidden[rows], head)
@@ -111,25 +114,25 @@ class _ParallelTokenLogprobs(torch.autograd.Function):
             results.append(_scores(logits, *args, rounding))
         result, top, log_sum = (torch.cat(parts) for parts in zip(*results, strict=True))
         kept = own if len(ctx.portions) == 1 else None
-        ctx.save_for_backward(hidden, head, tokens, temperature, top, log_sum, kept)
+        ctx.save_for_backward(hidden, tokens, temperature, top, log_sum, kept)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        hidden, head, tokens, temperature, top, log_sum, kept = ctx.saved_tensors
-        first = ctx.group.rank() * head.shape[0]
-        grad_hidden, grad_head = [], None
+        hidden, tokens, temperature, top, log_sum, kept = ctx.saved_tensors
+        head = ctx.head
+        head.check(ctx.versions)
+        first = ctx.group.rank() * head.shape[1]
+        needs = ctx.needs_input_grad[7:]
+        grad_hidden, grad_head = [], GradientSum(head, needs, len(ctx.portions))
         for rows in ctx.portions:
             logits = _logits(hidden[rows], head) if kept is None else kept
             args = [t[rows].contiguous() for t in (temperature, tokens - first, top, log_sum, grad)]
             slope = _slopes(logits, *args, ctx.rounding)
             slope[:, max(0, ctx.vocab_size - first) :] = 0
             offsets = dense_offsets(slope.shape[0], hidden.device)
-            grad_hidden.append(grouped_dgrad(slope, head[None], offsets))
-            part = grouped_wgrad(slope, hidden[rows], offsets)[0]
-            if len(ctx.portions) > 1:  # portions add up in FP32
-                part = part.float() if grad_head is None else grad_head.add_(part)
-            grad_head = part
+            grad_hidden.append(grouped_dgrad(slope, head, offsets))
+            grad_head.add(slope, hidden[rows], offsets)
         grad_hidden = all_reduced(torch.cat(grad_hidden), ctx.group)
-        return grad_hidden, grad_head.to(head.dtype), None, None, None, None, None
+        return grad_hidden, *6 * [None], *grad_head.of_leaves()
