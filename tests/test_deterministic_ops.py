@@ -148,6 +148,23 @@ def test_factors_of_rows_multiply_the_sums(backend, draw):
     assert not torch.equal(got, sums.bfloat16() * factors[:, None].bfloat16())
 
 
+def test_tokens_are_quantised_once_for_all_of_their_experts(draw, monkeypatch):
+    # Prevents: a row quantised anew, or with another's scale, for each of its experts.
+    operands = RECIPES["nvfp4_per_token"].fprop
+    w13, w2 = draw(8, 64, 32), draw(8, 32, 32)
+    x = draw(9, 32)
+    weights, ids = route(draw(9, 8), 4, True)
+    quantised = []
+    original = Prepared.rows_of
+    monkeypatch.setattr(
+        Prepared, "rows_of", lambda self, x: quantised.append(x) or original(self, x)
+    )
+    once = experts(x, weights, ids, w13, w2, operands)
+    assert [len(each) for each in quantised] == [9]
+    monkeypatch.setattr(Prepared, "rows_of", lambda self, x: x)
+    assert torch.equal(experts(x, weights, ids, w13, w2, operands), once)
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_values_and_gradients_agree_with_fp64(name, draw):
     # Prevents: a backward that is not that of the forward, a wrong axis, a gradient that is dropped.

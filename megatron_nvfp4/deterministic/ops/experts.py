@@ -113,7 +113,8 @@ def run_experts(
     An id of E, of an expert that stands elsewhere, adds zero.
     """
     order = _Order.of(ids, w13.shape[0])
-    h = w13.times(dispatch.gather_rows(x, order.tokens), order.offsets, x.dtype)
+    rows = dispatch.gather_rows(w13.rows_of(x), order.tokens)
+    h = w13.times(rows, order.offsets, x.dtype)
     a, factors = silu_and_mul_forward(h), weights
     # The router weight multiplies FC2's accumulator: inside the product, where no other scale comes before.
     if w2.operands == UNQUANTIZED:

@@ -113,18 +113,27 @@ class Prepared:
             )
         return cls(packed, shape, operands)
 
+    def rows_of(self, x: Tensor) -> Operand | Tensor:
+        """x BF16 (M, K) as the product reads it, where every row has a scale of its own; else x itself.
+
+        Rows may then be picked of the result, which is smaller, and one of several uses is quantised once.
+        """
+        left = self.operands.left
+        return _quantized(x, left, None) if getattr(left, "outer", None) == "token" else x
+
     def times(
         self,
-        x: Tensor,
+        x: Operand | Tensor,
         offsets: Tensor,
         out_dtype: torch.dtype,
         bias: Tensor | None = None,
         row_factors: Tensor | None = None,
     ) -> Tensor:
-        """Row group g of x BF16 (M, K) times weight g, times row_factors FP32 (M,), plus bias (G, N): (M, N),
+        """Row group g of x (M, K) times weight g, times row_factors FP32 (M,), plus bias (G, N): (M, N),
         rounded once.
 
-        row_factors: of operands that are not quantised, which have no scale of their own.
+        x: BF16, or rows of `rows_of`. row_factors: of operands that are not quantised, which have no scale of
+        their own.
         """
         num_groups, num_rows, num_cols = self.shape
         missing = -num_rows % UNIT if isinstance(self.operand, Tensor) else 0
@@ -138,7 +147,7 @@ class Prepared:
             )
         if missing and bias is not None:
             bias = torch.nn.functional.pad(bias, (0, missing))
-        left = _quantized(x, self.operands.left, None)
+        left = _quantized(x, self.operands.left, None) if isinstance(x, Tensor) else x
         y = backend.grouped_gemm(
             left, self.operand, offsets, bias=bias, out_dtype=out_dtype, row_factors=row_factors
         )
