@@ -15,6 +15,7 @@ Exit status 1 where any log-probability of the profile differs. Writes --out.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import random
@@ -27,8 +28,16 @@ from pathlib import Path
 import parity_model
 import torch
 import yaml
+from parity_learner import Learner, Samples, Trainer
 
-from megatron_nvfp4.deterministic.profiles import PROFILES, UNQUANTIZED, Profile, SamplerRanks
+from megatron_nvfp4.deterministic.model import run_facts
+from megatron_nvfp4.deterministic.profiles import (
+    PROFILES,
+    UNQUANTIZED,
+    Profile,
+    SamplerRanks,
+    require,
+)
 
 # What the profiles ask of SGLang's environment (doctor --sampler checks it).
 ENVIRONMENT = {
@@ -37,24 +46,7 @@ ENVIRONMENT = {
 }
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-ROWS_AT_ONCE = 16384  # of the learner's forward
-LEARNING_RATE = 3e-4
 PROMPT_LENGTHS = (5, 18, 33, 64, 129, 257, 300, 520, 600, 1100)
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Sequences as the engine gave them: log-probabilities of the responses' tokens, FP32."""
-
-    prompts: list[list[int]]
-    responses: list[list[int]]
-    logprobs: torch.Tensor
-    temperature: float
-    rescored: torch.Tensor | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return self.logprobs.numel()
 
 
 @dataclass(frozen=True)
@@ -164,107 +156,6 @@ class Sampler:
         self.engine.end_weight_update()
 
 
-class Learner:
-    """A Megatron GPTModel with the checkpoint's weights, by default without a profile."""
-
-    def __init__(self, model: Path, args: argparse.Namespace, **policy) -> None:
-        from megatron_nvfp4.recipes import resolve
-
-        self.model = parity_model.megatron_model(
-            model, resolve(environ={}, **policy), max_positions=args.context
-        )
-
-    def logprobs(self, samples: Samples) -> torch.Tensor:
-        """Of the responses' tokens, FP32, on the device, with gradients."""
-        from megatron_nvfp4.mcore.deterministic_run import sampled
-
-        found = []
-        for batch in _batches(samples):
-            tokens, labels, packed = _packed(batch)
-            with sampled([len(prompt) for prompt, _ in batch], samples.temperature):
-                losses = self.model(tokens, None, None, labels=labels, packed_seq_params=packed)
-            found.append(-losses[labels >= 0])
-        return torch.cat(found)
-
-    def ordinary_logprobs(self, samples: Samples) -> torch.Tensor:
-        """The same of a model without a profile, at temperature 1: one sequence a call."""
-        found = []
-        for prompt, response in zip(samples.prompts, samples.responses, strict=True):
-            sequence = torch.tensor([[*prompt, *response]], device="cuda")
-            length = sequence.shape[1] - 1
-            mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="cuda").triu(1)
-            positions = torch.arange(length, device="cuda")[None]
-            losses = self.model(sequence[:, :-1], positions, mask, labels=sequence[:, 1:])
-            found.append(-losses[0, -len(response) :].float())
-        return torch.cat(found)
-
-    def weights(self) -> list[tuple[str, torch.Tensor]]:
-        """As the sampler takes them."""
-        from megatron_nvfp4.mcore.deterministic_forward import hf_weights
-
-        return [(name, weight.detach().contiguous()) for name, weight in hf_weights(self.model)]
-
-
-class Trainer:
-    """Megatron's DDP and optimizer around a learner."""
-
-    def __init__(self, learner: Learner) -> None:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-        self.learner, self.finalize = learner, finalize_model_grads
-        config = learner.model.config
-        self.ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), learner.model)
-        settings = OptimizerConfig(
-            optimizer="adam", lr=LEARNING_RATE, bf16=True, params_dtype=torch.bfloat16
-        )
-        self.optimizer = get_megatron_optimizer(settings, [self.ddp])
-        for group in self.optimizer.param_groups:
-            group["lr"] = LEARNING_RATE
-
-    def step(self, samples: Samples, advantages: torch.Tensor) -> None:
-        """One policy-gradient step; advantages: one of each sequence."""
-        self.ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        logprobs = self.learner.logprobs(samples)
-        lengths = torch.tensor([len(response) for response in samples.responses])
-        weights = advantages.repeat_interleave(lengths).to(logprobs)
-        (-(weights * logprobs).mean()).backward()
-        self.finalize([self.ddp])
-        self.optimizer.step()
-
-
-def _batches(samples: Samples):
-    """Lists of (prompt, response) of no more than ROWS_AT_ONCE tokens, or of one sequence."""
-    batch, num_rows = [], 0
-    for pair in zip(samples.prompts, samples.responses, strict=True):
-        length = sum(map(len, pair))
-        if batch and num_rows + length > ROWS_AT_ONCE:
-            yield batch
-            batch, num_rows = [], 0
-        batch.append(pair)
-        num_rows += length
-    yield batch
-
-
-def _packed(batch: list[tuple[list[int], list[int]]]):
-    """(tokens, labels, packed_seq_params) of sequences laid one behind the other."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    tokens, labels, ends = [], [], [0]
-    for prompt, response in batch:
-        tokens += [*prompt, *response[:-1]]
-        labels += [-100] * (len(prompt) - 1) + response
-        ends.append(len(tokens))
-    bounds = torch.tensor(ends, dtype=torch.int32, device="cuda")
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-    return *(torch.tensor([rows], device="cuda") for rows in (tokens, labels)), packed
-
-
 def new_prompts(args: argparse.Namespace, vocab_size: int, count: int) -> list[list[int]]:
     """Random tokens, in lengths from 5 to what leaves room for the response."""
     drawn = random.Random(args.seed)
@@ -301,16 +192,52 @@ def write_checkpoint(args: argparse.Namespace, folder: Path) -> None:
     parity_model.write_checkpoint(folder, config, weights)
 
 
+def config_of(args: argparse.Namespace, folder: Path) -> dict:
+    """The model's config.json, read or about to be written."""
+    if args.model in parity_model.SIZES:
+        return parity_model.SIZES[args.model]
+    return json.loads((folder / "config.json").read_text())
+
+
+def argument_faults(args: argparse.Namespace, profile: Profile, config: dict) -> list[str]:
+    """What would fail minutes later, when the engine stands."""
+    found = []
+    for name in ("responses", "tokens", "update_responses", "update_tokens", "context", "running"):
+        if getattr(args, name) < 1:
+            found.append(f"--{name.replace('_', '-')} {getattr(args, name)}: give 1 or more")
+    longest = max(args.tokens, args.update_tokens) + PROMPT_LENGTHS[0] + 1
+    if args.context < longest:
+        found.append(f"--context {args.context}: prompts and responses need {longest}; give more")
+    if args.updates < 0:
+        found.append(f"--updates {args.updates}: give 0 or more")
+    found += [f"--temperatures {t}: give more than 0" for t in args.temperatures if not t > 0]
+    found += [f"--engine {p}: give NAME=VALUE" for p in args.engine if not p.partition("=")[2]]
+    if args.out.is_dir():
+        found.append(f"--out {args.out}: a folder; give a file")
+    if args.exported and (args.updates or profile.experts == UNQUANTIZED):
+        found.append("--exported: give an NVFP4 profile, and no --updates, which come in BF16")
+    if importlib.util.find_spec("sglang") is None:
+        found.append("sglang is not installed beside this package; install 0.5.23 or later")
+    try:
+        ranks = SamplerRanks.parse(args.sampler)
+        need, learner = ranks.tensor_parallel, int(os.environ.get("WORLD_SIZE", "1"))
+        if torch.cuda.device_count() < need:
+            found.append(f"--sampler {ranks}: {torch.cuda.device_count()} of {need} GPUs are here")
+        elif learner not in (1, need):
+            found.append(f"{learner} processes of torchrun: give 1, or {need} as --sampler {ranks}")
+        else:
+            require(profile, run_facts(config, args.attention, "cuda", ranks))
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
 def exported(args: argparse.Namespace, profile: Profile, folder: Path) -> Path:
     """The checkpoint in ModelOpt's NVFP4 format, quantised where the profile is."""
-    if args.updates or profile.experts == UNQUANTIZED:
-        sys.exit("error: --exported: an NVFP4 profile without --updates, which come in BF16")
     out = args.out.parent / "exported"
-    command = (
-        f"{sys.executable} -m megatron_nvfp4 export-nvfp4 --format modelopt --force --in {folder}"
-    )
-    policy = ordinary_policy(args, profile)
-    subprocess.run([*command.split(), "--out", out, "--policy", policy], check=True)
+    command = [sys.executable, "-m", "megatron_nvfp4", "export-nvfp4", "--format", "modelopt"]
+    places = ["--in", folder, "--out", out, "--policy", ordinary_policy(args, profile)]
+    subprocess.run([*command, "--force", *places], check=True)
     return out
 
 
@@ -350,10 +277,13 @@ def shared(make):
 
 def main() -> int:
     args = parse_arguments()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    os.environ |= ENVIRONMENT
     profile = PROFILES[args.profile]
     folder = checkpoint_folder(args)
+    faults = argument_faults(args, profile, config_of(args, folder))
+    if faults:
+        sys.exit("\n".join(f"error: {fault}" for fault in faults))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    os.environ |= ENVIRONMENT
     start_megatron()
     is_first, sampler = torch.distributed.get_rank() == 0, None
     if is_first:
@@ -382,7 +312,7 @@ def measure(
     """All comparisons, as plain data. sampler: of the first rank."""
     learner = Learner(
         folder,
-        args,
+        args.context,
         deterministic=args.profile,
         deterministic_attention=args.attention,
         deterministic_sampler=args.sampler,
@@ -424,7 +354,7 @@ def measure(
         say(f"sampled {samples.num_tokens} tokens in {time.perf_counter() - started:.1f} s")
         ordinary = None
         if is_first and not args.only_profile:
-            ordinary = Learner(folder, args, config=ordinary_policy(args, profile))
+            ordinary = Learner(folder, args.context, config=ordinary_policy(args, profile))
         compare(f"T={temperature:g}", samples, ordinary)
         del ordinary
     if args.updates:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import os
@@ -83,13 +84,19 @@ def run_ranks(command, num_ranks: int = 1, *, check: bool = True, **changes: str
     return outputs
 
 
+# Below those that connections are given, from a place of this process's own, and each once in a long time:
+# between this look and the bind, another thread or process looks too.
+_FIRST_PORT, _PORTS_END = 10000, 32768
+_ports = itertools.count(os.getpid() * 53)
+
+
 def _free_port() -> str:
-    """One below those that connections are given, from a place of this process's own: others look too."""
-    for port in range(10000 + os.getpid() % 20000, 32768):
+    for number in itertools.islice(_ports, _PORTS_END):
+        port = _FIRST_PORT + number % (_PORTS_END - _FIRST_PORT)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return str(port)
-    raise RuntimeError("no free port from 10000 to 32767")
+    raise RuntimeError(f"no free port from {_FIRST_PORT} to {_PORTS_END - 1}")
 
 
 def _start(command, files, port: str, changes: dict[str, str]) -> list[subprocess.Popen]:

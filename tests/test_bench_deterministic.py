@@ -195,3 +195,11 @@ def test_shares_of_kernels_by_hand(monkeypatch):
 
 if __name__ == "__main__":
     run_world(WORLDS)
+
+
+def test_an_op_that_does_not_exist_is_named():
+    # Prevents: an empty table that looks like a finished measurement.
+    import bench_deterministic
+
+    with pytest.raises(SystemExit, match="'nosuch': no such op; ops: linear, "):
+        list(bench_deterministic.rows("nosuch", None))

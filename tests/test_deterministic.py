@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -245,6 +246,82 @@ def test_settings_are_read_from_env_and_command_line():
     assert dict(settings.arguments) == {"one": "true", "two_words": "2", "three": "3"}
 
 
+def test_a_launch_command_as_text():
+    # Prevents: the documents' own command read as one variable, or as none.
+    text = (
+        "export C='0' D=1   # as the server's\nLESSOPEN=| /usr/bin/lesspipe %s\nPS1=it's\nE=\n"
+        "A=0 B=x=y \\\n  python -m sglang.launch_server --model-path M \\\n"
+        "  --attention-backend triton --tp-size=2 --enable-eplb\nF=1\n"
+    )
+    settings = SamplerSettings.parse(text)
+    assert dict(settings.environment) == {
+        "A": "0", "B": "x=y", "C": "0", "D": "1", "E": "", "F": "1",
+        "LESSOPEN": "| /usr/bin/lesspipe %s", "PS1": "it's",
+    }  # fmt: skip
+    assert dict(settings.arguments) == {
+        "model_path": "M",
+        "attention_backend": "triton",
+        "tp_size": "2",
+        "enable_eplb": "true",
+    }
+
+
+def test_the_documents_command_agrees():
+    # Prevents: a launch command in the documents that their own check does not take.
+    text = (Path(__file__).parents[1] / "docs" / "deterministic.md").read_text()
+    start = text.index("    SGLANG_ENABLE_JIT_DEEPGEMM=0 SGLANG")
+    command = text[start : text.index("\n\n", start)]
+    assert sampler_faults(NVFP4, SamplerSettings.parse(command)) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--tensor-parallel 2", "--tp-size=2 --ep-size=1: the learner computes"),
+        ("--tp 1 --tensor-parallel-size 2", "--tp-size=2 --ep-size=1: the learner computes"),
+        ("--speculative-algo EAGLE", "--speculative-algorithm=EAGLE"),
+        ("--kv-cache fp8_e4m3", "--kv-cache-dtype=fp8_e4m3"),
+        ("--quant modelopt_fp4", "--quantization=modelopt_fp4"),
+        ("--dcp-size 2", "--dcp-size=2: keys are spread"),
+        ("--decode-attention-backend fa3", "--decode-attention-backend=fa3"),
+        ("--attention-backend flashinfer", "--attention-backend=flashinfer"),
+        ("--config more.yaml", "--config=more.yaml: what it sets is unknown"),
+        ("--lora-paths a", "adapters add"),
+    ],
+)
+def test_arguments_by_other_names(arguments, words):
+    # Prevents: "every setting agrees" over an argument that SGLang's parser knows by more than one name.
+    (fault,) = sampler_faults(BF16, SamplerSettings.parse(f"{SAMPLER.rstrip()} {arguments}"))
+    assert words in fault
+
+
+def test_the_last_of_an_argument_counts():
+    # Prevents: a fault, or none, for a value that the sampler overrides.
+    text = SAMPLER.replace(
+        "--attention-backend triton", "--attention-backend a --attention-b triton"
+    )
+    assert sampler_faults(BF16, SamplerSettings.parse(text)) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "no command line in it"),
+        (b"SGLANG_ENABLE_JIT_DEEPGEMM=0\nHOME=/root\n", "no command line in it"),
+        (b"python -m sglang.launch_server --model-path 'M\n", "close the quotes"),
+        (b"A=\xff\n", "can't decode byte 0xff"),
+    ],
+)
+def test_files_without_settings(tmp_path, capsys, content, words):
+    # Prevents: an error about zip(), or of Python's decoder alone, that names no file.
+    file = tmp_path / "sampler.txt"
+    file.write_bytes(content)
+    assert main(["doctor", "--sampler", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert f"{file}: " in said
+    assert words in said
+
+
 def test_a_sampler_that_agrees():
     assert sampler_faults(BF16, SamplerSettings.parse(SAMPLER)) == []
     with_plugin = SAMPLER.strip() + " --quantization minite_nvfp4\nSGLANG_PLUGINS=megatron_nvfp4,x"
@@ -282,6 +359,33 @@ def test_a_setting_that_changes_the_samplers_bits(profile, old, new, words):
     found = sampler_faults(profile, SamplerSettings.parse(text))
     assert len(found) == 1
     assert words in found[0]
+
+
+@pytest.mark.parametrize("verb", ["describe", "doctor"])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ("deterministic: nosuch", "'nosuch' is no profile; use one of sglang_det_bf16"),
+        ("deterministic_attention: fa9", "attention=fa9: its order is unknown"),
+        ("deterministic_sampler: foo", "'foo' names no ranks"),
+        ("deterministic_sampler: tp4", "a sampler of 4 ranks"),
+    ],
+)
+def test_names_of_a_policy_are_checked_before_a_run(tmp_path, capsys, verb, settings, words):
+    # Prevents: a policy that is described as fine, and refused when its job has waited for its GPUs.
+    file = tmp_path / "policy.yaml"
+    profile = "" if settings.startswith("deterministic:") else f"deterministic: {BF16.name}\n"
+    file.write_text(f"{profile}{settings}\n")
+    assert main([verb, "--config", str(file)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_described_policy_names_its_profile(tmp_path, capsys):
+    # Prevents: a check of names that refuses a policy which can run.
+    file = tmp_path / "policy.yaml"
+    file.write_text(f"deterministic: {NVFP4.name}\ndeterministic_sampler: tp2ep2\n")
+    assert main(["describe", "--config", str(file)]) == 0
+    assert f"profile {NVFP4.name}, triton attention, a sampler of tp2ep2" in capsys.readouterr().out
 
 
 def test_doctor_reads_a_samplers_settings(tmp_path, capsys):

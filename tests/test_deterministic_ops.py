@@ -18,6 +18,7 @@ from megatron_nvfp4.deterministic.ops.experts import experts
 from megatron_nvfp4.deterministic.ops.linear import Prepared, linear
 from megatron_nvfp4.deterministic.ops.logprobs import token_logprobs
 from megatron_nvfp4.deterministic.ops.norm import add_rms_norm, rms_norm
+from megatron_nvfp4.deterministic.ops.parallel_logprobs import parallel_token_logprobs
 from megatron_nvfp4.deterministic.ops.rope import apply_rope, rope_table
 from megatron_nvfp4.deterministic.ops.router import route
 from megatron_nvfp4.recipes import BF16, RECIPES
@@ -370,6 +371,28 @@ def _process_state() -> tuple:
     )
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tokens": torch.zeros(3, dtype=torch.int64)}, r"tokens are torch.int64 \(3,\)"),
+        ({"tokens": torch.zeros(2, dtype=torch.int32)}, "tokens are torch.int32"),
+        ({"head": torch.zeros(96, 64)}, "head is torch.float32"),
+        ({"temperature": 0.0}, "greedy samples are scored at 1.0"),
+        ({"temperature": torch.ones(1)}, r"temperature is torch.float32 \(1,\)"),
+        ({"rounding": torch.float16}, "give torch.float32 or torch.bfloat16"),
+    ],
+)
+def test_scores_of_one_rank_and_of_two_refuse_alike(change, words):
+    # Prevents: arguments read past their end, or broadcast, on two ranks alone.
+    given = {"hidden": torch.zeros(2, 64, dtype=torch.bfloat16)}
+    given |= {"head": torch.zeros(96, 64, dtype=torch.bfloat16)}
+    given |= {"tokens": torch.zeros(2, dtype=torch.int64)} | change
+    with pytest.raises(ValueError, match=f"^token_logprobs: .*{words}"):
+        token_logprobs(**given)
+    with pytest.raises(ValueError, match=f"^parallel_token_logprobs: .*{words}"):
+        parallel_token_logprobs(**given, vocab_size=96, group=None)
+
+
 def test_a_step_leaves_the_process_as_it_was():
     # Prevents: a mode that patches aten, sets flags or variables, and stays for the rest of the process.
     config = MOE | {"num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 96, "head_dim": 64}
@@ -380,6 +403,8 @@ def test_a_step_leaves_the_process_as_it_was():
     model.logprobs([[1]], [[2, 3]])[0].sum().backward()
     with pytest.raises(ValueError, match="response 0 is empty"):
         model.logprobs([[1]], [[]])
+    with pytest.raises(ValueError, match="no sequences; give at least one prompt"):
+        model.logprobs([], [])
     assert _process_state() == before
 
 

@@ -35,6 +35,7 @@ SMALL = {
     "dense": DENSE | SIZES | {"intermediate_size": 96},
     "moe": MOE | SIZES | {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 96},
 }
+MIXED = {"mlp_only_layers": [1], "intermediate_size": 80}  # one layer without experts
 PROMPTS, RESPONSES = [[1, 2, 3], [5], [9, 9]], [[7, 95], [0, 1, 2], [4]]
 CASES = [
     ("dense", BF16, "tp2"),
@@ -247,6 +248,8 @@ def test_outputs_of_both_ranks_have_names(draw):
         ("tp1ep2", {}, "a sampler of tp1ep2: its ranks cannot hold"),
         ("tp2", {"num_key_value_heads": 1}, "1 key and value heads on a sampler of tp2"),
         ("tp2", {"moe_intermediate_size": 48}, "48 columns of an MLP.*multiple of 32"),
+        ("tp2", MIXED, "80 columns of a dense layer's MLP on a sampler of tp2: .*multiple of 32"),
+        ("tp2ep2", MIXED, "80 columns of a dense layer's MLP on a sampler of tp2ep2"),
         ("tp2ep2", {"num_experts": 7}, "7 experts on a sampler of tp2ep2"),
         ("tp2ep2", DENSE, "0 experts on a sampler of tp2ep2"),
     ],
@@ -261,6 +264,10 @@ def test_what_two_ranks_cannot_share_is_refused(sampler, change, words):
     with pytest.raises(ValueError, match=words):
         raise ValueError(found[0])
     assert faults(BF16, run_facts(SMALL["moe"], "triton", "cpu", "tp2ep2")) == []
+    for change in ({"decoder_sparse_step": 2}, MIXED | {"mlp_only_layers": []}):
+        config = SMALL["moe"] | {"intermediate_size": 80} | change
+        found = faults(BF16, run_facts(config, "triton", "cpu", "tp2"))
+        assert bool(found) == ("decoder_sparse_step" in change)
 
 
 def test_names_of_ranks():
@@ -268,7 +275,7 @@ def test_names_of_ranks():
     assert [str(SamplerRanks.parse(name)) for name in ("tp1", "tp2", "tp2ep1", "tp2ep2")] == [
         "tp1", "tp2", "tp2", "tp2ep2",
     ]  # fmt: skip
-    for name in ("2", "tp", "tp0", "ep2", "tp2 ep2", ""):
+    for name in ("2", "tp", "tp0", "ep2", "tp2 ep2", "", 2, None):
         with pytest.raises(ValueError, match="use tp1, tp2 or tp2ep2"):
             Model(random_weights(SMALL["dense"]), SMALL["dense"], BF16, sampler=name)
 
@@ -299,6 +306,10 @@ python -m sglang.launch_server --enable-deterministic-inference --attention-back
         ("--tp-size two", "tp2", "give numbers"),
         ("--tp-size 2 --enable-symm-mem", "tp2", "--enable-symm-mem=true: sums run in other"),
         ("--tp-size 2 --moe-a2a-backend deepep", "tp2", "--moe-a2a-backend=deepep"),
+        ("--tp-size 2 --pipeline-parallel-size 2", "tp2", "--pp-size=2"),
+        ("--tp-size 2 --attention-context-parallel-size 2", "tp2", "--attn-cp-size=2"),
+        ("--tp-size 2 --attention-data-parallel-size 2", "tp2", "--attn-dp-size=2"),
+        ("--tp-size 2 --moe-data-parallel-size 2", "tp2", "--moe-dp-size=2"),
         ("--enable-fused-moe-sum-all-reduce", "tp1", "slots are added as they come"),
     ],
 )
@@ -308,9 +319,12 @@ def test_settings_of_two_ranks(arguments, told, words):
     found = sampler_faults(BF16, settings, told)
     if words is None:
         assert found == []
-        (fault,) = sampler_faults(BF16, replace(settings, environment=SamplerSettings.parse(
-            SAMPLER.replace("NCCL_ALGO", "OTHER")).environment), told)  # fmt: skip
-        assert "without NCCL_ALGO=allreduce:tree" in fault
+        unset = replace(settings, environment=dict(settings.environment))
+        del unset.environment["NCCL_ALGO"]  # SGLang sets it itself
+        assert sampler_faults(BF16, unset, told) == []
+        unset.environment["NCCL_ALGO"] = "Ring"
+        (fault,) = sampler_faults(BF16, unset, told)
+        assert "NCCL_ALGO=Ring with --tp-size=2: SGLang's deterministic mode has" in fault
     else:
         assert len(found) == 1
         assert words in found[0]

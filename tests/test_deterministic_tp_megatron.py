@@ -13,14 +13,14 @@ require_megatron()
 PROFILE = "sglang_det_bf16"
 
 
-def _model(kind: str, sampler: str):
+def _model(kind: str, sampler: str, **changes):
     """A GPTModel with the profile, far from uniform probabilities."""
     import megatron_small as small
     import torch
 
     from megatron_nvfp4.recipes import resolve
 
-    config = small.new_config(kind, kv_channels=64, moe_aux_loss_coeff=0.0)
+    config = small.new_config(kind, kv_channels=64, moe_aux_loss_coeff=0.0, **changes)
     config.minite_policy = resolve(environ={}, deterministic=PROFILE, deterministic_sampler=sampler)
     model = small.new_model(config)
     small.fill(model)
@@ -36,6 +36,7 @@ def check_the_policys_sampler(folder: Path) -> None:
 
     from megatron_nvfp4.mcore.deterministic_forward import deterministic_model
     from megatron_nvfp4.mcore.deterministic_run import sampled
+    from megatron_nvfp4.mcore.run_record import headline
 
     tokens, labels = padded()
     for kind, sampler in (("dense", "tp2"), ("moe_grouped", "tp2"), ("moe_grouped", "tp2ep2")):
@@ -55,6 +56,9 @@ def check_the_policys_sampler(folder: Path) -> None:
         losses.sum().backward()
         assert not [name for name, p in model.named_parameters() if p.grad is None]
         assert model.forward.describe()["sampler"] == sampler
+        assert headline([model], {}, {}) == (
+            f"deterministic {PROFILE}, triton attention, a sampler of {sampler}"
+        )
 
 
 def check_other_samplers_are_refused(folder: Path) -> None:
@@ -68,6 +72,11 @@ def check_other_samplers_are_refused(folder: Path) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             _model("dense", sampler)
+    mixed = {"moe_layer_freq": [0, 1], "ffn_hidden_size": 112}
+    for sampler in ("tp2", "tp2ep2"):
+        with pytest.raises(ValueError, match="112 columns of a dense layer's MLP on a sampler of"):
+            _model("moe_grouped", sampler, **mixed)
+    assert _model("moe_grouped", "tp2", moe_layer_freq=[0, 1]).forward.describe()
 
 
 WORLDS = {"one_rank": World((check_the_policys_sampler, check_other_samplers_are_refused))}

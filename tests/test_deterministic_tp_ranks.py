@@ -228,6 +228,37 @@ def check_whole_weights_are_refused(folder: Path) -> None:
         Model(_weights("dense"), config, PROFILE, sampler="tp2", group=group)
     with pytest.raises(ValueError, match="tensor parallelism of 2 for a sampler of tp1"):
         Model(_weights("dense"), config, PROFILE, group=group)
+    rank = torch.distributed.get_rank()
+    for kind, names, words in (
+        ("dense", ("gate_proj", "up_proj"), "gate and up have 192 rows together; give the 96"),
+        ("moe", ("gate_proj", "up_proj"), "gate and up have 192 rows together; give the 96"),
+        ("dense", ("down_proj",), "down has 96 columns; give the 48"),
+        ("moe", ("o_proj",), "o has 512 columns; give the 256"),
+    ):
+        if _device().type != "cpu":  # of other sizes
+            words = words.split(" ha")[0]
+        mixed = {}
+        for name, whole in _weights(kind).items():
+            part = _part(name, whole, rank)
+            is_whole = part is None or (".layers.1." in name and name.split(".")[-2] in names)
+            mixed[name] = whole if is_whole else part
+        with pytest.raises(ValueError, match=f"weights of layer 1: {words}"):
+            Model(mixed, _config(kind), PROFILE, sampler="tp2", group=group)
+
+
+def check_tokens_outside_the_embedding_are_refused(folder: Path) -> None:
+    """Prevents: a token that no rank has taken for one whose row is zero."""
+    import pytest
+    import torch
+
+    from megatron_nvfp4.deterministic.ops.attention import PackedBatch
+
+    *_, model = _both("dense")
+    batch = PackedBatch.of([2], [2], _device())
+    for outside in (-1, PADDED, 2 * PADDED):
+        with pytest.raises(IndexError):
+            model.hidden(torch.tensor([1, outside]), batch)
+    assert model.hidden(torch.tensor([1, PADDED - 1]), batch).shape == (2, 64)
 
 
 # --- Megatron's models ----------------------------------------------------------------------------
@@ -398,7 +429,9 @@ OF_MEGATRON = (
     check_megatrons_logits,
     check_megatrons_other_ranks_are_refused,
 )
-WORLDS = {"two_ranks": World((*OF_THE_MODEL, *OF_MEGATRON), num_ranks=2)}
+# A GPU's assertion ends the process.
+ON_CPU = (check_tokens_outside_the_embedding_are_refused,)
+WORLDS = {"two_ranks": World((*OF_THE_MODEL, *ON_CPU, *OF_MEGATRON), num_ranks=2)}
 
 
 @pytest.fixture(scope="module")

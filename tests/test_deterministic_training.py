@@ -123,6 +123,22 @@ def test_refusals_of_a_run(tmp_path):
         assert words in output, output[-3000:]
 
 
+@pytest.mark.parametrize("by", ["flag", "variable"])
+def test_a_profile_on_other_layers_is_refused(tmp_path, by):
+    # Prevents: a run that is called bitwise and trains on Megatron's own layers.
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(f"deterministic: {PROFILE}\n")
+    flags = ("--minite-deterministic", PROFILE) if by == "flag" else ()
+    variables = {} if by == "flag" else {"MINITE_CONFIG": str(policy)}
+    command = (*PRETRAIN, *MODEL, *HEADS, "--transformer-impl", "local", "--train-iters", "1")
+    (output,) = run_ranks((*command, *flags), check=False, **variables)
+    asked = {"flag": f"--minite-deterministic {PROFILE}", "variable": str(policy)}[by]
+    assert "Traceback" not in output, output[-3000:]
+    error = output[output.index("error: --transformer-impl local: ") :]
+    assert asked in error, error
+    assert "use --transformer-impl minite, or leave the profile out" in error
+
+
 def test_the_policy_keeps_what_was_asked():
     # Prevents: a file's profile that its flag does not override, or one that a sampler would resolve.
     from megatron_nvfp4.recipes import describe, resolve

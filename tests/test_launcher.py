@@ -304,8 +304,8 @@ def test_a_run_says_what_its_layers_compute(runs):
     # Prevents: a run of another recipe than was meant, which only a record would have told.
     (line,) = re.findall(r"^megatron_nvfp4: (.*)", runs["pretrain"].outputs[0], re.MULTILINE)
     assert line.startswith("nvfp4_per_token (backward mxfp8) in 8, "), line
-    assert "dataflow in 2 MoE layers" in line
-    assert "megatron_nvfp4: no layer of this package" in runs["local"].outputs[0]
+    assert line.endswith("dataflow in 2 MoE layers")
+    assert "megatron_nvfp4: no layer of this package\n" in runs["local"].outputs[0]
 
 
 def test_run_equals_pretrain(runs):

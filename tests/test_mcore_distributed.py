@@ -13,6 +13,7 @@ that shards share their amax, and how parameters are marked, is checked in test_
 """
 
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -142,6 +143,8 @@ def test_pipeline_parallel_with_a_policy_by_layer_number(runs):
     assert max(_differences(found, expected)) < EQUAL
     _assert_same_gradient(found, expected)
     assert found.meta["layers"] == expected.meta["layers"]
+    said, alone = (re.findall("^megatron_nvfp4: .*", r.outputs[0], re.M) for r in (found, expected))
+    assert said == alone  # of all layers, not the first rank's
     recipes = {name: layer["recipe"] for name, layer in found.meta["layers"].items()}
     assert len(recipes) == 8
     for name, recipe in recipes.items():

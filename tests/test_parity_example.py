@@ -13,12 +13,12 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def _samples(**changes):
-    import parity
+    import parity_learner
     import torch
 
     prompts, responses = [[1, 2, 3], [4], [5, 6]], [[7, 8], [9, 10, 11], [12]]
     values = {"logprobs": torch.zeros(6), "temperature": 1.0} | changes
-    return parity.Samples(prompts, responses, **values)
+    return parity_learner.Samples(prompts, responses, **values)
 
 
 def check_a_gap_is_counted(folder: Path) -> None:
@@ -37,13 +37,13 @@ def check_packed_rows_predict_the_responses(folder: Path) -> None:
     """Prevents: labels off by one, a prompt's tokens scored, sequences dropped at a batch's edge."""
     from itertools import pairwise
 
-    import parity
+    import parity_learner
     import torch
 
-    parity.ROWS_AT_ONCE = 9
+    parity_learner.ROWS_AT_ONCE = 9
     samples, seen = _samples(), []
-    for batch in parity._batches(samples):
-        tokens, labels, packed = parity._packed(batch)
+    for batch in parity_learner._batches(samples):
+        tokens, labels, packed = parity_learner._packed(batch)
         assert packed.cu_seqlens_q[-1] == tokens.shape[1] <= 9
         spans = pairwise(packed.cu_seqlens_q.tolist())
         for (start, stop), (prompt, response) in zip(spans, batch, strict=True):
@@ -118,6 +118,26 @@ def test_a_folder_that_is_no_checkpoint_is_named():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "--model nowhere: no config.json there" in done.stderr
+
+
+def test_what_would_fail_behind_the_engine_is_said_before_it(tmp_path):
+    # Prevents: minutes of starting an engine for a stack trace.
+    wrong = ("--responses", "0", "--temperatures", "0", "--engine", "tp", "--context", "40")
+    wrong += ("--exported", "--sampler", "tp2x", "--out", str(tmp_path))
+    command = [sys.executable, str(EXAMPLES / "parity.py"), *wrong]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    for words in (
+        "--responses 0: give 1 or more",
+        "--context 40: prompts and responses need 70",
+        "--temperatures 0.0: give more than 0",
+        "--engine tp: give NAME=VALUE",
+        "a folder; give a file",
+        "--exported: give an NVFP4 profile",
+        "'tp2x' names no ranks",
+    ):
+        assert words in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 if __name__ == "__main__":

@@ -79,6 +79,19 @@ def test_every_setting_has_a_source(tmp_path):
     assert resolve(config=file, environ={}).sources["config"] == f"explicit: {file}"
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"), [("deterministic_attention", "triton"), ("deterministic_sampler", "tp2")]
+)
+def test_a_profiles_setting_without_a_profile_is_refused(tmp_path, setting, value):
+    # Prevents: a run that its user takes for bitwise, as he has named the sampler and forgotten the profile.
+    file = _write(tmp_path, f"{setting}: {value}\n")
+    for selectors, source in (({setting: value}, "explicit"), ({"config": file}, "config file")):
+        with pytest.raises(ValueError, match=rf"{setting} \({source}.*no effect without a profile"):
+            resolve(environ={}, **selectors)
+        policy = resolve(environ={}, deterministic="sglang_det_bf16", **selectors)
+        assert getattr(policy, setting) == value
+
+
 def test_explicit_file_replaces_the_environments(tmp_path):
     # Prevents: two files merged, so that neither says what runs.
     ours = _write(tmp_path, "recipe: mxfp8\n", "ours.yaml")

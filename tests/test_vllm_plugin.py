@@ -197,6 +197,20 @@ def test_two_models_of_one_process_are_not_confused(vllm, policy, draw):
     third.quant_method.process_weights_after_loading(third)
 
 
+def test_weights_and_names_that_are_refused(vllm, policy):
+    # Prevents: FP32 weights quantised otherwise than the learner's; linears in BF16 that no policy can name.
+    policy(ALL)
+    layer = _linear_layer(_config(), "self_attn.o_proj")
+    layer.weight.data = torch.zeros(48, 64)
+    with pytest.raises(ValueError, match=r"o_proj: the weight is torch\.float32"):
+        layer.quant_method.process_weights_after_loading(layer)
+    with pytest.raises(ValueError, match="linears of this name have no layer name"):
+        _linear_layer(_config(), "mlp.shared_experts.down_proj")
+    policy("deterministic: sglang_det_bf16\n")
+    with pytest.raises(ValueError, match="has nothing in NVFP4"):
+        _config()
+
+
 def _loaded_experts(config, draw, **facts):
     layer = _experts_layer(config, **facts)
     layer.w13_weight.data.copy_(draw(4, 64, 64, scale=0.1))

@@ -442,8 +442,10 @@ def rows(only: str, table: Path | None) -> Iterator[dict[str, object]]:
 
     At the end SystemExit where a row failed or a bit differed.
     """
-    from bench_deterministic_model import model_rows
+    from bench_deterministic_model import MODEL_CASES, model_rows
 
+    if not any(only in op for op in (*OPS, *(f"model {case.name}" for case in MODEL_CASES))):
+        sys.exit(f"error: --only {only!r}: no such op; ops: {', '.join(OPS)}, model")
     fixed, num_failed = machine(), 0
     with contextlib.ExitStack() as stack:
         kernels = None

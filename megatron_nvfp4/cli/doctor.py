@@ -47,6 +47,10 @@ def examine(
     """
     faults = environment_faults()
     policy = None if faults else resolve(recipe, config)
+    if policy:
+        from megatron_nvfp4.deterministic.profiles import require_names
+
+        require_names(policy)
     checks = [Check(name="environment", status="fail", detail=fault) for fault in faults]
     checks += software_checks(verbose)
     target, device_checks = _device_checks(device)
@@ -215,8 +219,9 @@ def _layout_notes(recipe: Recipe) -> list[str]:
         )
     if isinstance(left, NVFP4Spec) and left.outer == "token":
         notes.append(
-            f"{recipe.name}: where tensor parallelism splits K (linear_proj, linear_fc2) the row "
-            "amax is taken over all ranks here; a sampler with TP > 1 must do so too"
+            f"{recipe.name}: where tensor parallelism splits K (linear_proj, linear_fc2) the row amax is "
+            "taken over all ranks here; --quantization minite_nvfp4 takes it share by share, as a "
+            "deterministic profile does (deterministic_sampler): at TP > 1 it has not this recipe's bits"
         )
     return notes
 

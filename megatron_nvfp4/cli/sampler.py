@@ -11,7 +11,8 @@ def examine_sampler(
     does, else 1.
 
     ranks: what the learner is told of the sampler, its deterministic_sampler. ValueError for an unknown
-    profile, one that has no operators here or ranks that are none, OSError for a file that cannot be read.
+    profile, one that has no operators here, ranks that are none or a file that holds no settings, OSError
+    for a file that cannot be read.
     """
     from megatron_nvfp4.deterministic.profiles import PROFILES
     from megatron_nvfp4.deterministic.sampler import SamplerSettings, sampler_faults
@@ -20,7 +21,11 @@ def examine_sampler(
     if profile is None or profile.missing:
         usable = ", ".join(p.name for p in PROFILES.values() if not p.missing)
         raise ValueError(f"doctor: profile {profile_name!r} cannot be run; use one of {usable}")
-    faults = sampler_faults(profile, SamplerSettings.parse(Path(path).read_text()), ranks)
+    try:
+        settings = SamplerSettings.parse(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:  # of the bytes too
+        raise ValueError(f"doctor --sampler {path}: {error}") from error
+    faults = sampler_faults(profile, settings, ranks)
     if as_json:
         print(
             json.dumps(

@@ -61,11 +61,15 @@ def _print_plain(groups: dict[str, list[tuple[str, ...]]]) -> None:
 def show_policy(recipe: str | None, config: str | Path | None, *, as_json: bool) -> None:
     """Print what the selectors resolve to: numerics, layers, backend, each setting's source.
 
-    recipe, config: explicit selectors or None. ValueError with every fault of the selectors.
+    recipe, config: explicit selectors or None. ValueError with every fault of the selectors, or for names
+    beside a deterministic profile that are none.
     """
+    from megatron_nvfp4.deterministic.profiles import require_names
     from megatron_nvfp4.recipes import describe, resolve
 
-    description = describe(resolve(recipe, config))
+    policy = resolve(recipe, config)
+    require_names(policy)
+    description = describe(policy)
     if as_json:
         print(json.dumps(description, indent=2))
         return

@@ -159,6 +159,14 @@ def _expert_shares(
     ]
 
 
+def _has_both_kinds(config: Mapping) -> bool:
+    """Whether some layers have no experts where others have, by transformers' Qwen3-MoE keys."""
+    if not config.get("num_experts"):
+        return False
+    dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+    return any(n in dense or (n + 1) % step for n in range(config["num_hidden_layers"]))
+
+
 def run_facts(
     config: Mapping,
     attention_kind: str,
@@ -178,6 +186,7 @@ def run_facts(
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         mlp_width=config["moe_intermediate_size" if num_experts else "intermediate_size"],
         num_experts=num_experts,
+        dense_width=config["intermediate_size"] if _has_both_kinds(config) else None,
         sampler=SamplerRanks.parse(sampler),
         attention_dropout=config.get("attention_dropout", 0.0),
         sliding_window=bool(config.get("use_sliding_window")),
@@ -258,14 +267,24 @@ class Model:
     def _check_shares(self, num_ranks: int) -> None:
         """ValueError where the learner's ranks have not given their shares, but whole weights."""
         config = self.config
-        num_heads = config["num_attention_heads"] + 2 * config["num_key_value_heads"]
-        num_rows = num_heads * config["head_dim"] // num_ranks
-        given = sum(qkv.shape[1] for qkv, _ in self.layers[0].attention)
-        if given != num_rows:
-            raise ValueError(
-                f"weights: q, k and v have {given} rows together; give the {num_rows} of one of {num_ranks} "
-                "tensor-parallel ranks"
-            )
+        num_heads, size = config["num_attention_heads"], config["head_dim"]
+        qkv = (num_heads + 2 * config["num_key_value_heads"]) * size
+        for number, layer in enumerate(self.layers):
+            width = config["intermediate_size" if layer.gate is None else "moe_intermediate_size"]
+            ins, outs = zip(*layer.attention, strict=True)
+            mlp_ins, mlp_outs = zip(*layer.mlp, strict=True)
+            for name, axis, shares, whole in (
+                ("q, k and v have {} rows together", -2, ins, qkv),
+                ("o has {} columns", -1, outs, num_heads * size),
+                ("gate and up have {} rows together", -2, mlp_ins, 2 * width),
+                ("down has {} columns", -1, mlp_outs, width),
+            ):
+                given = sum(share.shape[axis] for share in shares)
+                if given != whole // num_ranks:
+                    raise ValueError(
+                        f"weights of layer {number}: {name.format(given)}; give the {whole // num_ranks} "
+                        f"of one of {num_ranks} tensor-parallel ranks"
+                    )
 
     def hidden(self, tokens: Tensor, batch: PackedBatch) -> Tensor:
         """Hidden states after the last norm, BF16 (T, H), of tokens int64 (T,) laid as `batch` says."""
@@ -298,6 +317,8 @@ class Model:
 
         Values are those of BF16 where the profile's log-probabilities are.
         """
+        if not responses:
+            raise ValueError("logprobs: no sequences; give at least one prompt and its response")
         for number, response in enumerate(responses):
             if not response:
                 raise ValueError(f"logprobs: response {number} is empty; leave the sequence out")
@@ -348,7 +369,9 @@ class Model:
         num_rows = self.embedding.shape[0]
         rows = tokens - self.group.rank() * num_rows
         is_here = (rows >= 0) & (rows < num_rows)
-        own = functional.embedding(rows.where(is_here, 0), self.embedding)
+        # A token of the other rank takes any row; one of neither keeps its index, and fails as on one rank.
+        is_there = ~is_here & (tokens >= 0) & (tokens < num_rows * self.group.size())
+        own = functional.embedding(rows.where(~is_there, 0), self.embedding)
         return sum_partials(own.where(is_here[:, None], 0.0), self.group)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_nvfp4.recipes import RECIPES, Operands
+from megatron_nvfp4.recipes import RECIPES, Operands, Policy
 
 TREE = "allreduce:tree"  # what SGLang sets NCCL_ALGO to in deterministic mode
 UNQUANTIZED = Operands()
@@ -106,7 +106,8 @@ class SamplerRanks:
         """From its name; ValueError for what is none. Whether a profile holds for it, `faults` says."""
         if isinstance(text, SamplerRanks):
             return text
-        found = re.fullmatch(r"tp([1-9]\d*)(?:ep([1-9]\d*))?", text)
+        pattern = r"tp([1-9]\d*)(?:ep([1-9]\d*))?"
+        found = re.fullmatch(pattern, text) if isinstance(text, str) else None
         if not found:
             raise ValueError(
                 f"deterministic_sampler: {text!r} names no ranks; use tp1, tp2 or tp2ep2, as the sampler's "
@@ -125,6 +126,7 @@ class RunFacts:
 
     capability: the GPU's, None where it is not known yet.
     mlp_width: of the MLP or of one expert, num_experts: 0 without; None where they are not known.
+    dense_width: of the MLP of layers without experts, None where all have them, or none.
     sampler: the ranks of the sampler, whose shares the learner computes; the parallel sizes are the
         learner's own, expert_tensor_parallel None where experts are cut as the rest. router_dtype:
         Megatron's moe_router_dtype. fused_loss: the loss computes log-probabilities by itself.
@@ -138,6 +140,7 @@ class RunFacts:
     capability: tuple[int, int] | None = None
     mlp_width: int | None = None
     num_experts: int | None = None
+    dense_width: int | None = None
     sampler: SamplerRanks = SamplerRanks()
     params_dtype: str = "bfloat16"
     tensor_parallel: int = 1
@@ -173,11 +176,7 @@ def require(profile: str | Profile, facts: RunFacts, more: Sequence[str] = ()) -
     more: reasons that the caller found in what the facts do not hold.
     """
     if isinstance(profile, str):
-        if profile not in PROFILES:
-            raise ValueError(
-                f"deterministic: {profile!r} is no profile; use one of {', '.join(PROFILES)}"
-            )
-        profile = PROFILES[profile]
+        profile = _named(profile)
     reasons = [*faults(profile, facts), *more]
     if reasons:
         listed = "\n".join(f"  - {reason}" for reason in reasons)
@@ -185,18 +184,47 @@ def require(profile: str | Profile, facts: RunFacts, more: Sequence[str] = ()) -
     return profile
 
 
+def _named(name: str) -> Profile:
+    if name not in PROFILES:
+        raise ValueError(f"deterministic: {name!r} is no profile; use one of {', '.join(PROFILES)}")
+    return PROFILES[name]
+
+
+def require_names(policy: Policy) -> None:
+    """ValueError where a policy names a profile, an attention or ranks that no run can honour."""
+    if policy.deterministic is None:
+        return
+    profile = _named(policy.deterministic)
+    reasons = [
+        *_missing_faults(profile),
+        *_attention_faults(profile, policy.deterministic_attention),
+        *sampler_rank_faults(SamplerRanks.parse(policy.deterministic_sampler)),
+    ]
+    if reasons:
+        listed = "\n".join(f"  - {reason}" for reason in reasons)
+        raise ValueError(f"deterministic: no run can honour {profile.name}:\n{listed}")
+
+
+def _missing_faults(profile: Profile) -> list[str]:
+    return [f"{name} is not implemented; use sglang_det_bf16" for name in profile.missing]
+
+
+def _attention_faults(profile: Profile, attention: str) -> list[str]:
+    if attention in profile.attention:
+        return []
+    return [
+        f"attention={attention}: its order is unknown; use {' or '.join(profile.attention)} on both sides"
+    ]
+
+
 def _model_faults(profile: Profile, facts: RunFacts) -> list[str]:
-    found = [f"{name} is not implemented; use sglang_det_bf16" for name in profile.missing]
+    found = _missing_faults(profile)
     if facts.model_type not in profile.families:
         found.append(
             f"model_type={facts.model_type}: it is defined for {', '.join(profile.families)}; use "
             "another profile, or a model with experts or without, as these have"
         )
-    if facts.attention not in profile.attention:
-        found.append(
-            f"attention={facts.attention}: its order is unknown; use "
-            f"{' or '.join(profile.attention)} on both sides"
-        )
+    found += _attention_faults(profile, facts.attention)
     if facts.num_heads == facts.num_kv_heads:
         found.append(
             f"{facts.num_heads} heads on {facts.num_kv_heads}: the order is known for grouped queries; use a "
@@ -278,14 +306,17 @@ def _share_faults(facts: RunFacts) -> list[str]:
     for name, count in (("heads", facts.num_heads), ("key and value heads", facts.num_kv_heads)):
         if count % size:
             found.append(f"{count} {name} on a sampler of {sampler}: no equal shares; use tp1")
-    shared, unit, name = facts.mlp_width, size * STEP, "columns of an MLP"
+    # Ranks that have whole experts cut the MLP of a layer without.
+    shares = [(facts.mlp_width, size * STEP, "columns of an MLP")]
     if sampler.expert_parallel > 1:
-        shared, unit, name = facts.num_experts, size, "experts"
-    if shared == 0 or (shared or 0) % unit:
-        found.append(
-            f"{shared} {name} on a sampler of {sampler}: give a multiple of {unit}, or use another number "
-            "of ranks"
-        )
+        shares = [(facts.num_experts, size, "experts")]
+    shares.append((facts.dense_width, size * STEP, "columns of a dense layer's MLP"))
+    for shared, unit, name in shares:
+        if shared == 0 or (shared or 0) % unit:
+            found.append(
+                f"{shared} {name} on a sampler of {sampler}: give a multiple of {unit}, or use another "
+                "number of ranks"
+            )
     return found
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -73,18 +73,44 @@ def policy_of(config: TransformerConfig) -> Policy:
     """
     policy = getattr(config, "minite_policy", None)
     if policy is None:
-        policy = resolve(
-            _argument("minite_recipe"),
-            _argument("minite_config"),
-            deterministic=_argument("minite_deterministic"),
-            deterministic_attention=_argument("minite_deterministic_attention"),
-            deterministic_sampler=_argument("minite_deterministic_sampler"),
-        )
+        policy = _resolved(_argument)
     if policy.deterministic and policy.sources.get("recipe") == "default":
         sources = {**policy.sources, "recipe": BESIDE_PROFILE}
         policy = replace(policy, recipe=get_recipe("bf16"), sources=sources)
     config.minite_policy = policy
     return policy
+
+
+def _resolved(argument: Callable[[str], str | None]) -> Policy:
+    """The policy that Megatron's arguments choose, each given by name."""
+    return resolve(
+        argument("minite_recipe"),
+        argument("minite_config"),
+        deterministic=argument("minite_deterministic"),
+        deterministic_attention=argument("minite_deterministic_attention"),
+        deterministic_sampler=argument("minite_deterministic_sampler"),
+    )
+
+
+def require_layers_for_profile(args: argparse.Namespace) -> None:
+    """ValueError for a deterministic profile that no layer would see, as --transformer-impl is another.
+
+    args: Megatron's, parsed. Of the layers that --spec names nothing is known here.
+    """
+    impl = args.transformer_impl
+    if impl == IMPL or getattr(args, "spec", None) is not None:
+        return
+    policy = _resolved(lambda name: getattr(args, name, None))
+    if policy.deterministic is None:
+        return
+    source = policy.sources["deterministic"]
+    asked = f"deterministic: {policy.deterministic} ({source})"
+    if source == "explicit":
+        asked = f"--minite-deterministic {policy.deterministic}"
+    raise ValueError(
+        f"--transformer-impl {impl}: {asked} is computed by models on minite layers alone; use "
+        f"--transformer-impl {IMPL}, or leave the profile out"
+    )
 
 
 def moe_dataflow_of(config: TransformerConfig) -> str:

@@ -25,6 +25,7 @@ from megatron_nvfp4.deterministic.model import Model
 from megatron_nvfp4.deterministic.ops.collectives import all_gathered
 from megatron_nvfp4.deterministic.profiles import Profile, RunFacts, SamplerRanks, require
 
+from .arguments import moe_layer_pattern
 from .deterministic_weights import model_weights, own_weights
 
 # (attribute of TransformerConfig, values the forward computes, remedy)
@@ -131,6 +132,7 @@ def build(
         "intermediate_size": config.ffn_hidden_size,
         "moe_intermediate_size": config.moe_ffn_hidden_size,
         "num_experts": config.num_moe_experts or 0,
+        "mlp_only_layers": [n for n, moe in enumerate(moe_layer_pattern(config)) if not moe],
         "num_experts_per_tok": config.moe_router_topk,
         # Megatron takes the softmax of the chosen logits, unless it is told to take it first.
         "norm_topk_prob": not config.moe_router_pre_softmax,
@@ -153,6 +155,7 @@ def run_facts(
     device: torch.device,
 ) -> RunFacts:
     """What Megatron's configuration says of a run on `device`; of rope it knows nothing."""
+    has_both = bool(config.num_moe_experts) and not all(moe_layer_pattern(config))
     return RunFacts(
         model_type=_model_type(config),
         attention=attention_kind,
@@ -162,6 +165,7 @@ def run_facts(
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         mlp_width=config.moe_ffn_hidden_size if config.num_moe_experts else config.ffn_hidden_size,
         num_experts=config.num_moe_experts or 0,
+        dense_width=config.ffn_hidden_size if has_both else None,
         sampler=sampler,
         params_dtype=str(config.params_dtype).removeprefix("torch."),
         tensor_parallel=config.tensor_model_parallel_size,

@@ -206,9 +206,10 @@ class DeterministicForward:
         input_ids (B, S), of which every row is a sequence, causal from position 0; or (1, T) with
         packed_seq_params of format thd, whose cu_seqlens are read on the host: rows outside every
         sequence get zeros. A loss is the token's negative log-probability, 0 for a negative label,
-        infinite for one outside the vocabulary. position_ids and masks are not read. Tensor-parallel
-        ranks get equal losses, and as Megatron has it logits of their own columns, or whole ones with
-        runtime_gather_output. Raises ValueError for an argument that asks for anything else.
+        infinite for one outside the vocabulary, whatever masks say: times 0 it is NaN. position_ids and
+        masks are not read. Tensor-parallel ranks get equal losses, and as Megatron has it logits of their
+        own columns, or whole ones with runtime_gather_output. Raises ValueError for an argument
+        that asks for anything else.
         """
         given = _SIGNATURE.bind(None, *args, **kwargs).arguments
         others = [n for n in given if n not in _READ | _UNREAD and not _is_empty(given[n])]

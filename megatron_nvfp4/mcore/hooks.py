@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 from . import cpu_device, wgrad_fusion
-from .arguments import IMPL, add_arguments
+from .arguments import IMPL, add_arguments, require_layers_for_profile
 
 _installed = False
 
@@ -132,9 +132,14 @@ def _wrap_training() -> None:
             cpu_device.set_parser_defaults(parser)
         return parser
 
+    def validate_args(original, args, *others, **kwargs):
+        require_layers_for_profile(args)
+        return original(args, *others, **kwargs)
+
     _wrap(gpt, "default_layer_spec", default_layer_spec)
     _wrap(gpt, "_te_or_local_layer_spec", single_layer_spec)
     _wrap(arguments, "add_megatron_arguments", add_megatron_arguments)
+    _wrap(arguments, "validate_args", validate_args)
     _keep_prebuilt_dataset_helpers()
 
 

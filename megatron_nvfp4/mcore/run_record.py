@@ -20,7 +20,7 @@ def install(*, meta: Path | None, steps: Path | None, argv: list[str], on_cpu: b
     """Hook megatron.training so that it writes the records it was asked for.
 
     The first rank writes `meta`; the last one writes `steps`, for it has the loss under pipeline parallelism.
-    In any case the first rank says in one line what is about to train.
+    In any case the first rank says in one line what is about to train, on all ranks.
     """
     for flag, path in (("--minite-run-meta", meta), ("--minite-step-log", steps)):
         if path is not None:
@@ -42,26 +42,41 @@ def _announce_before(training) -> None:
     def train(forward_step_func, model, *args, **kwargs):
         import torch.distributed as dist
 
+        layers, moe_layers = _layers_of_all_ranks(model)
         if dist.get_rank() == 0:
-            print(f"megatron_nvfp4: {headline(model)}", flush=True)
+            print(f"megatron_nvfp4: {headline(model, layers, moe_layers)}", flush=True)
         return original(forward_step_func, model, *args, **kwargs)
 
     training.train = train
 
 
-def headline(model) -> str:
-    """What this rank's layers compute, in a line: how many have which recipe and backward."""
+def _layers_of_all_ranks(model) -> tuple[dict, dict]:
+    """layers_of and moe_layers_of over all ranks, each layer once. Every rank calls it."""
+    import torch.distributed as dist
+
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (layers_of(model), moe_layers_of(model)))
+    merged = ({}, {})
+    for kinds in of_ranks:
+        for layers, found in zip(merged, kinds, strict=True):
+            layers |= found | layers
+    return merged
+
+
+def headline(model, layers: dict[str, dict[str, str]], moe_layers: dict[str, dict]) -> str:
+    """What the layers of all ranks compute, in a line: how many have which recipe and backward."""
     deterministic = _deterministic_run_of(model[0])
     if deterministic:
         found = deterministic.describe()
-        return f"deterministic {found['profile']}, {found['attention']} attention"
-    layers = Counter((each["recipe"], each["backward"]) for each in layers_of(model).values())
+        ranks = "" if found["sampler"] == "tp1" else f", a sampler of {found['sampler']}"
+        return f"deterministic {found['profile']}, {found['attention']} attention{ranks}"
     if not layers:
-        return "no layer of this package on the first rank"
-    parts = [f"{recipe} (backward {backward}) in {n}" for (recipe, backward), n in layers.items()]
-    flows = Counter(each["dataflow"] for each in moe_layers_of(model).values())
+        return "no layer of this package"
+    kinds = Counter((each["recipe"], each["backward"]) for each in layers.values())
+    parts = [f"{recipe} (backward {backward}) in {n}" for (recipe, backward), n in kinds.items()]
+    flows = Counter(each["dataflow"] for each in moe_layers.values())
     parts += [f"{name} dataflow in {n} MoE layers" for name, n in flows.items()]
-    return f"{', '.join(parts)}; layers of the first rank"
+    return ", ".join(parts)
 
 
 def require_writable(flag: str, path: Path) -> None:
@@ -115,17 +130,15 @@ def _write_meta_after(training, path: Path, argv: list[str], on_cpu: bool) -> No
         import torch.distributed as dist
 
         # Now, while every rank is here; at the end some may have failed.
-        of_ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, (layers_of(model), moe_layers_of(model)))
+        layers, moe_layers = _layers_of_all_ranks(model)
         try:
             return original(forward_step_func, model, *args, **kwargs)
         finally:
             if dist.get_rank() == 0:
                 with _warn_instead_of_failing(str(path)):
                     record = collect(model, argv, on_cpu)
-                    for layers, moe_layers in reversed(of_ranks):
-                        record["layers"] = layers | record["layers"]
-                        record["moe_layers"] = moe_layers | record["moe_layers"]
+                    record["layers"] = layers | record["layers"]
+                    record["moe_layers"] = moe_layers | record["moe_layers"]
                     write_atomically(path, json.dumps(record, indent=2) + "\n")
 
     training.train = train

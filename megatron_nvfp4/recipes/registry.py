@@ -74,8 +74,8 @@ def resolve(
     recipe, config, backend, deterministic and its two: explicit selectors; None leaves the choice to
         the environment, then to the config file, then to the default. Whether a profile exists and the
         run can honour it, the run says.
-    Raises ValueError with the faults of all selectors at once, or with every recipe that
-    contradicts DISABLE_BACKWARD_QUANT.
+    Raises ValueError with the faults of all selectors at once, with every recipe that contradicts
+    DISABLE_BACKWARD_QUANT, or for an attention or a sampler of a profile that is not given.
     """
     environ = os.environ if environ is None else environ
     config_source = "explicit" if config else "MINITE_CONFIG"
@@ -114,6 +114,11 @@ def resolve(
         _check_contradictions(places, sources["disable_backward_quant"])
         chosen = chosen.with_bypass()
         rules = tuple(replace(rule, recipe=rule.recipe.with_bypass()) for rule in rules)
+    profile = choose("deterministic", deterministic, None, None)
+    attention = choose("deterministic_attention", deterministic_attention, None, "triton")
+    sampler = choose("deterministic_sampler", deterministic_sampler, None, "tp1")
+    if profile is None:
+        _check_no_profile_needed(sources)
     return Policy(
         recipe=chosen,
         rules=rules,
@@ -123,11 +128,9 @@ def resolve(
         strict=bool(choose("strict", None, None, False)),
         disable_backward_quant=disable,
         moe_dataflow=choose("moe_dataflow", None, None, "auto"),
-        deterministic=choose("deterministic", deterministic, None, None),
-        deterministic_attention=choose(
-            "deterministic_attention", deterministic_attention, None, "triton"
-        ),
-        deterministic_sampler=choose("deterministic_sampler", deterministic_sampler, None, "tp1"),
+        deterministic=profile,
+        deterministic_attention=attention,
+        deterministic_sampler=sampler,
         sources=sources,
     )
 
@@ -167,6 +170,19 @@ def _check_contradictions(places: list[tuple[str, Recipe]], source: str) -> None
             f"{DISABLE_BACKWARD_QUANT}=1 ({source}) replaces a quantised backward; it contradicts\n"
             + "\n".join(f"  - {fault}" for fault in faults)
             + "\nunset it, or choose recipes with a quantised backward"
+        )
+
+
+def _check_no_profile_needed(sources: Mapping[str, str]) -> None:
+    given = [
+        f"{name} ({sources[name]})"
+        for name in ("deterministic_attention", "deterministic_sampler")
+        if sources[name] != "default"
+    ]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)}: has no effect without a profile; name one (deterministic, "
+            "--minite-deterministic), or leave it out"
         )
 
 

@@ -12,16 +12,18 @@ import torch
 from torch.nn import Parameter
 
 from megatron_nvfp4.deterministic.ops.linear import Prepared
-from megatron_nvfp4.recipes import Operands, get_recipe
+from megatron_nvfp4.recipes import Operands
 
+from .checkpoint import declared_operands, keeps_experts
 from .method import (
-    DEFAULT_RECIPE,
     MIN_CAPABILITY,
     NAME,
     check_experts,
     mix,
     multiply,
     operands_for,
+    policy_operands,
+    prepare,
     refresh,
     sampler_policy,
 )
@@ -41,9 +43,12 @@ def config_class() -> type:
     from sglang.srt.layers.quantization.utils import is_layer_skipped
 
     class MiniteConfig(QuantizationConfig):
-        def __init__(self, checkpoint=None, num_layers: int | None = None) -> None:
+        def __init__(
+            self, checkpoint=None, declared: Operands | None = None, num_layers: int | None = None
+        ) -> None:
             super().__init__()
-            self.checkpoint, self.num_layers = checkpoint, num_layers
+            # checkpoint, declared: of an NVFP4 checkpoint, SGLang's reading of it and its formats.
+            self.checkpoint, self.declared, self.num_layers = checkpoint, declared, num_layers
             self.policy = sampler_policy()
 
         def get_name(self) -> str:
@@ -62,8 +67,10 @@ def config_class() -> type:
 
         @classmethod
         def from_config(cls, config: dict):
-            num_layers = getattr(config.get("hf_config"), "num_hidden_layers", None)
-            return cls(ModelOptFp4Config.from_config(config), num_layers)
+            declared = declared_operands(config)
+            text_config = getattr(config.get("hf_config"), "text_config", config.get("hf_config"))
+            num_layers = getattr(text_config, "num_hidden_layers", None)
+            return cls(ModelOptFp4Config.from_config(config), declared, num_layers)
 
         @classmethod
         def override_quantization_method(cls, hf_quant_cfg, user_quant) -> str | None:
@@ -74,24 +81,41 @@ def config_class() -> type:
             is_linear = isinstance(layer, LinearBase)
             if not is_linear and not isinstance(layer, FusedMoE):
                 return None
-            operands = None if self.keeps(prefix, is_linear) else self.operands(prefix)
+            if self.checkpoint is None:
+                asked = {"is_experts": not is_linear}
+                operands = operands_for(prefix, self.policy, self.num_layers, **asked)
+            else:
+                num_experts = None if is_linear else layer.num_experts
+                operands = self.stored(prefix, num_experts)
             if operands is None:
                 return UnquantizedLinearMethod() if is_linear else None
             method = linear_method() if is_linear else experts_method()
             return method(prefix, operands, self.checkpoint is not None)
 
-        def keeps(self, prefix: str, is_linear: bool) -> bool:
-            """Whether the checkpoint has the module in BF16; it names the parts of a fused projection."""
-            if self.checkpoint is None:
-                return False
-            names = self.checkpoint.exclude_modules, self.checkpoint.packed_modules_mapping or {}
-            is_skipped = is_linear and is_layer_skipped(prefix, *names)
-            return is_skipped or self.checkpoint.is_layer_excluded(prefix)
+        def stored(self, prefix: str, num_experts: int | None) -> Operands | None:
+            """Formats of a module of the checkpoint, None where it has it in BF16; num_experts: of experts.
 
-        def operands(self, prefix: str) -> Operands | None:
-            if self.checkpoint is None:
-                return operands_for(prefix, self.policy, self.num_layers)
-            return None if prefix.endswith("mlp.gate") else get_recipe(DEFAULT_RECIPE).fprop
+            Raises ValueError where a policy is given that says something else.
+            """
+            keeps = self.keeps(prefix, num_experts) or prefix.endswith("mlp.gate")
+            found = None if keeps else self.declared
+            if self.policy is not None:
+                is_experts = num_experts is not None
+                asked = policy_operands(prefix, self.policy, self.num_layers, is_experts=is_experts)
+                if asked != found:
+                    raise ValueError(
+                        f"{prefix}: the checkpoint has {found or 'BF16'}, the policy {asked or 'BF16'}; "
+                        "unset MINITE_RECIPE and MINITE_CONFIG, or export the checkpoint by this policy"
+                    )
+            return found
+
+        def keeps(self, prefix: str, num_experts: int | None) -> bool:
+            """Whether the checkpoint has the module in BF16; it names the parts of a fused projection."""
+            checkpoint = self.checkpoint
+            if num_experts is not None:
+                return keeps_experts(checkpoint, prefix, num_experts)
+            names = checkpoint.exclude_modules, checkpoint.packed_modules_mapping or {}
+            return is_layer_skipped(prefix, *names) or checkpoint.is_layer_excluded(prefix)
 
         def get_scaled_act_names(self) -> list[str]:
             return []
@@ -132,7 +156,7 @@ def linear_method() -> type:
                 parts = layer.weight.data[None], layer.weight_scale.data[None]
                 prepared = Prepared.of_codes(*parts, scale, self.operands)
             else:
-                prepared = Prepared.of(layer.weight.data[None], self.operands)
+                prepared = prepare(self.prefix, layer.weight.data, self.operands)
             refresh(layer, "minite_weight", prepared)
 
         def apply(self, layer, x, bias=None) -> torch.Tensor:
@@ -189,7 +213,7 @@ def experts_method() -> type:
                     block_scales = getattr(layer, name + "_scale").data
                     prepared = Prepared.of_codes(weight, block_scales, scale, self.operands)
                 else:
-                    prepared = Prepared.of(weight, self.operands)
+                    prepared = prepare(f"{self.prefix}.{name}", weight, self.operands)
                 refresh(layer, "minite_" + name, prepared)
 
         def apply(self, layer, dispatch_output):

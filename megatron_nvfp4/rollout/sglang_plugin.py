@@ -3,12 +3,13 @@
 SGLang calls `register` in each of its processes (entry point `sglang.srt.plugins`); nothing of SGLang
 is replaced. BF16 checkpoints are quantised when they are loaded, and again after every weight update;
 NVFP4 checkpoints in ModelOpt's format, as `export-nvfp4` writes them, are taken as they are, in the
-linear layout. Activations are quantised per token. The learner computes the same with the profile
-`sglang_minite_nvfp4`.
+linear layout, with the activations they were exported for: per token or in BF16. The learner computes the
+same with the profile `sglang_minite_nvfp4`.
 
 Which layers: of a BF16 checkpoint those that the policy selects (MINITE_RECIPE, MINITE_CONFIG), by
 Megatron's layer names, or without any selection the experts alone; of an NVFP4 checkpoint those it does
-not exclude. Router, embedding and head stay BF16.
+not exclude, and a policy beside it must say the same. A module that the policy quantises under a name it
+cannot have is refused. Router, embedding and head stay BF16.
 
 Ranks: one or two. Of a BF16 checkpoint a rank quantises the share that it holds, which has an amax of its
 own, and rows of activations likewise; the learner does the same share by share (deterministic_sampler). With

@@ -20,10 +20,10 @@ from .method import (
     MIN_CAPABILITY,
     NAME,
     check_experts,
-    layer_name,
     mix,
     multiply,
     operands_for,
+    prepare,
     refresh,
     sampler_policy,
 )
@@ -92,14 +92,16 @@ def config_class() -> type:
             from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
             if isinstance(layer, RoutedExperts):
-                _check_name(prefix)
-                operands = operands_for(prefix, self.policy, self.num_layers)
+                operands = self.operands(prefix, is_experts=True)
                 return operands and experts_method()(layer.moe_config, prefix, operands)
             if not isinstance(layer, LinearBase):
                 return None
             _key_graphs_by(self.policy)
-            operands = operands_for(prefix, self.policy, self.num_layers)
+            operands = self.operands(prefix, is_experts=False)
             return linear_method()(prefix, operands) if operands else UnquantizedLinearMethod()
+
+        def operands(self, prefix: str, is_experts: bool) -> Operands | None:
+            return operands_for(prefix, self.policy, self.num_layers, is_experts=is_experts)
 
     return MiniteConfig
 
@@ -108,15 +110,6 @@ def _config_of(state: dict):
     config = object.__new__(config_class())
     vars(config).update(state)
     return config
-
-
-def _check_name(prefix: str) -> None:
-    """ValueError for experts that no policy can name: they would stay BF16 without a word."""
-    if layer_name(prefix) is None:
-        raise ValueError(
-            f"{prefix}: experts of this name have no layer name of Megatron's; serve the model without "
-            f"--quantization {NAME}"
-        )
 
 
 def _key_graphs_by(policy: Policy | None) -> None:
@@ -146,7 +139,7 @@ def linear_method() -> type:
             set_weight_attrs(weight, {"input_dim": 1, "output_dim": 0} | attributes)
 
         def process_weights_after_loading(self, layer) -> None:
-            prepared = Prepared.of(layer.weight.data[None], self.operands)
+            prepared = prepare(self.prefix, layer.weight.data, self.operands)
             refresh(layer, "minite_weight", prepared)
             if _PREPARED.setdefault(self.prefix, layer.minite_weight) is not layer.minite_weight:
                 raise ValueError(
@@ -185,7 +178,8 @@ def experts_method() -> type:
 
         def process_weights_after_loading(self, layer) -> None:
             for name in ("w13_weight", "w2_weight"):
-                prepared = Prepared.of(getattr(layer, name).data, self.operands)
+                weight = getattr(layer, name).data
+                prepared = prepare(f"{self.prefix}.{name}", weight, self.operands)
                 refresh(layer, "minite_" + name, prepared)
 
         def get_fused_moe_quant_config(self, layer) -> None:

@@ -39,36 +39,44 @@ def token_logprobs(
     Raises ValueError for shapes or dtypes that do not fit or a temperature that is not positive; tokens
     and a tensor of temperatures are trusted.
     """
-    check_matrix("token_logprobs", hidden, head.shape[-1])
+    temperature = checked_temperature("token_logprobs", hidden, head, tokens, temperature, rounding)
+    head = Weights.of(head)
+    return _TokenLogprobs.apply(hidden, head, tokens, temperature, rounding, *head.leaves)
+
+
+def checked_temperature(
+    op: str,
+    hidden: Tensor,
+    head: Tensor | Weights,
+    tokens: Tensor,
+    temperature: float | Tensor,
+    rounding: torch.dtype,
+) -> Tensor:
+    """temperature as FP32 (M,); ValueError, which names `op`, for any argument that does not fit."""
+    check_matrix(op, hidden, head.shape[-1])
     if head.dtype != torch.bfloat16 or (isinstance(head, Tensor) and head.dim() != 2):
         raise ValueError(
-            f"token_logprobs: head is {head.dtype} {tuple(head.shape)}; give BF16 "
-            f"(V, {hidden.shape[1]})"
+            f"{op}: head is {head.dtype} {tuple(head.shape)}; give BF16 (V, {hidden.shape[1]})"
         )
     if tokens.shape != hidden.shape[:1] or tokens.dtype != torch.int64:
         raise ValueError(
-            f"token_logprobs: tokens are {tokens.dtype} {tuple(tokens.shape)}; give int64 "
+            f"{op}: tokens are {tokens.dtype} {tuple(tokens.shape)}; give int64 "
             f"({hidden.shape[0]},)"
         )
     if not isinstance(temperature, Tensor):
         if not temperature > 0:
-            raise ValueError(
-                f"token_logprobs: temperature={temperature}; greedy samples are scored at 1.0"
-            )
+            raise ValueError(f"{op}: temperature={temperature}; greedy samples are scored at 1.0")
         temperature = torch.full(
             tokens.shape, temperature, dtype=torch.float32, device=hidden.device
         )
     elif temperature.shape != tokens.shape or temperature.dtype != torch.float32:
         raise ValueError(
-            f"token_logprobs: temperature is {temperature.dtype} {tuple(temperature.shape)}; give FP32 "
+            f"{op}: temperature is {temperature.dtype} {tuple(temperature.shape)}; give FP32 "
             f"({tokens.shape[0]},)"
         )
     if rounding not in (torch.float32, torch.bfloat16):
-        raise ValueError(
-            f"token_logprobs: rounding={rounding}; give torch.float32 or torch.bfloat16"
-        )
-    head = Weights.of(head)
-    return _TokenLogprobs.apply(hidden, head, tokens, temperature, rounding, *head.leaves)
+        raise ValueError(f"{op}: rounding={rounding}; give torch.float32 or torch.bfloat16")
+    return temperature
 
 
 def _logits(hidden: Tensor, head: Weights) -> Tensor:

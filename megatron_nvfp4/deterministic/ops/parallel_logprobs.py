@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from megatron_nvfp4.quant.layout import dense_offsets
 
 from .collectives import all_gathered, all_reduced
-from .linear import GradientSum, Weights, check_matrix, grouped_dgrad
+from .linear import GradientSum, Weights, grouped_dgrad
 from .logprobs import (
     PORTION,
     _grad_logits_ref,
@@ -23,6 +23,7 @@ from .logprobs import (
     _logprobs_ref,
     _portions,
     _rescaled,
+    checked_temperature,
 )
 
 
@@ -38,18 +39,11 @@ def parallel_token_logprobs(
     """Log-probability, FP32 (M,), of tokens int64 (M,) after hidden BF16 (M, H), equal on all of `group`.
 
     head: BF16, this rank's rows, as many on every rank; rows from `vocab_size` on are padding, without
-    logits or gradient. The rest as token_logprobs. Raises ValueError for a hidden that does not fit or a
-    temperature that is not positive; the rest is trusted.
+    logits or gradient. The rest, and what is refused, as token_logprobs.
     """
-    check_matrix("parallel_token_logprobs", hidden, head.shape[-1])
-    if not isinstance(temperature, Tensor):
-        if not temperature > 0:
-            raise ValueError(
-                f"parallel_token_logprobs: temperature={temperature}; greedy samples are scored at 1.0"
-            )
-        temperature = torch.full(
-            tokens.shape, temperature, dtype=torch.float32, device=hidden.device
-        )
+    temperature = checked_temperature(
+        "parallel_token_logprobs", hidden, head, tokens, temperature, rounding
+    )
     head = Weights.of(head)
     return _ParallelTokenLogprobs.apply(
         hidden, head, tokens, vocab_size, group, temperature, rounding, *head.leaves
