@@ -221,12 +221,12 @@ def argument_faults(args: argparse.Namespace, profile: Profile, config: dict) ->
     try:
         ranks = SamplerRanks.parse(args.sampler)
         need, learner = ranks.tensor_parallel, int(os.environ.get("WORLD_SIZE", "1"))
-        if torch.cuda.device_count() < need:
-            found.append(f"--sampler {ranks}: {torch.cuda.device_count()} of {need} GPUs are here")
-        elif learner not in (1, need):
+        num_gpus = torch.cuda.device_count()
+        require(profile, run_facts(config, args.attention, "cuda" if num_gpus else "cpu", ranks))
+        if num_gpus < need:
+            found.append(f"--sampler {ranks}: {num_gpus} of {need} GPUs are here")
+        if learner not in (1, need):
             found.append(f"{learner} processes of torchrun: give 1, or {need} as --sampler {ranks}")
-        else:
-            require(profile, run_facts(config, args.attention, "cuda", ranks))
     except ValueError as error:
         found.append(str(error))
     return found

@@ -208,13 +208,14 @@ def _parser() -> argparse.ArgumentParser:
         help="check an SGLang's `env` and command line, and nothing else",
     )
     doctor.add_argument(
-        "--profile", default="sglang_det_bf16", metavar="NAME", help="what the sampler must compute"
+        "--profile",
+        metavar="NAME",
+        help="with --sampler, what it must compute; default: the policy's, else sglang_det_bf16",
     )
     doctor.add_argument(
         "--sampler-ranks",
-        default="tp1",
         metavar="RANKS",
-        help="what the learner is told of the sampler: tp1, tp2 or tp2ep2",
+        help="with --sampler, what the learner is told of it: tp1, tp2 or tp2ep2; default: the policy's",
     )
     doctor.set_defaults(run=_doctor)
 
@@ -301,7 +302,11 @@ def _doctor(options: argparse.Namespace) -> int:
         from megatron_nvfp4.cli.sampler import examine_sampler
 
         return examine_sampler(
-            options.sampler, options.profile, options.sampler_ranks, as_json=options.json
+            options.sampler,
+            options.profile,
+            options.sampler_ranks,
+            config=options.config,
+            as_json=options.json,
         )
     from megatron_nvfp4.cli.doctor import examine
 

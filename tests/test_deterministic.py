@@ -290,7 +290,7 @@ def test_the_documents_command_agrees():
     ],
 )
 def test_arguments_by_other_names(arguments, words):
-    # Prevents: "every setting agrees" over an argument that SGLang's parser knows by more than one name.
+    # Prevents: agreement over an argument that SGLang's parser knows by more than one name.
     (fault,) = sampler_faults(BF16, SamplerSettings.parse(f"{SAMPLER.rstrip()} {arguments}"))
     assert words in fault
 
@@ -393,7 +393,7 @@ def test_doctor_reads_a_samplers_settings(tmp_path, capsys):
     file = tmp_path / "sampler.txt"
     file.write_text(SAMPLER)
     assert main(["doctor", "--sampler", str(file)]) == 0
-    assert "[ok]   every setting agrees" in capsys.readouterr().out
+    assert "[ok]   no setting that is judged disagrees" in capsys.readouterr().out
     argv = ["doctor", "--sampler", str(file), "--profile", "sglang_minite_nvfp4"]
     assert main(argv) == 1
     assert "[FAIL] --quantization is not given" in capsys.readouterr().out
@@ -402,3 +402,32 @@ def test_doctor_reads_a_samplers_settings(tmp_path, capsys):
     assert main(["doctor", "--sampler", str(file), "--profile", "sglang"]) == 2
     assert "cannot be run; use one of sglang_det_bf16" in capsys.readouterr().err
     assert main(["doctor", "--sampler", str(tmp_path / "absent")]) == 2
+
+
+def test_doctor_compares_a_sampler_with_the_policys_learner(tmp_path, capsys):
+    # Prevents: agreement of a sampler with a profile that the learner does not compute.
+    from megatron_nvfp4.cli.sampler import examine_sampler
+
+    sampler, policy = tmp_path / "sampler.txt", tmp_path / "policy.yaml"
+    sampler.write_text(
+        "SGLANG_ENABLE_JIT_DEEPGEMM=0\nSGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM=0\n"
+        "--enable-deterministic-inference --attention-backend triton\n"
+    )
+    policy.write_text("deterministic: sglang_det_bf16\ndeterministic_attention: fa3\n")
+    assert examine_sampler(sampler, config=policy) == 1
+    assert "--attention-backend=triton: the policy's learner has fa3" in capsys.readouterr().out
+    policy.write_text("deterministic: sglang_minite_nvfp4\n")
+    assert examine_sampler(sampler, "sglang_det_bf16", config=policy) == 1
+    assert "the policy's learner computes sglang_minite_nvfp4, not" in capsys.readouterr().out
+    policy.write_text("deterministic: sglang_det_bf16\n")
+    assert examine_sampler(sampler, config=policy) == 0
+    wanted = "--minite-deterministic sglang_det_bf16 --minite-deterministic-attention triton"
+    assert wanted in capsys.readouterr().out
+
+
+def test_a_profile_is_no_recipe():
+    # Prevents: a profile's name called unknown, where it is one of another kind.
+    from megatron_nvfp4.cli.show import show_policy
+
+    with pytest.raises(ValueError, match="sglang_det_bf16 is a profile of the deterministic mode"):
+        show_policy("sglang_det_bf16", None, as_json=False)

@@ -5,18 +5,29 @@ from pathlib import Path
 
 
 def examine_sampler(
-    path: str | Path, profile_name: str, ranks: str = "tp1", *, as_json: bool = False
+    path: str | Path,
+    profile_name: str | None = None,
+    ranks: str | None = None,
+    *,
+    config: str | Path | None = None,
+    as_json: bool = False,
 ) -> int:
     """Print what contradicts the profile in FILE, the sampler's `env` and command line; 0 where nothing
     does, else 1.
 
-    ranks: what the learner is told of the sampler, its deterministic_sampler. ValueError for an unknown
-    profile, one that has no operators here, ranks that are none or a file that holds no settings, OSError
-    for a file that cannot be read.
+    profile_name, ranks, and the learner's attention come from the policy (config, or the environment's)
+    where they are not given, and without a profile there are sglang_det_bf16, tp1 and any attention that
+    it has. ValueError for an unknown profile, one that has no operators here, ranks that are none or a
+    file that holds no settings, OSError for a file that cannot be read.
     """
     from megatron_nvfp4.deterministic.profiles import PROFILES
     from megatron_nvfp4.deterministic.sampler import SamplerSettings, sampler_faults
+    from megatron_nvfp4.recipes import resolve
 
+    policy = resolve(config=config)
+    is_learners = policy.deterministic is not None
+    profile_name = profile_name or policy.deterministic or "sglang_det_bf16"
+    ranks = ranks or policy.deterministic_sampler
     profile = PROFILES.get(profile_name)
     if profile is None or profile.missing:
         usable = ", ".join(p.name for p in PROFILES.values() if not p.missing)
@@ -26,15 +37,26 @@ def examine_sampler(
     except ValueError as error:  # of the bytes too
         raise ValueError(f"doctor --sampler {path}: {error}") from error
     faults = sampler_faults(profile, settings, ranks)
-    if as_json:
-        print(
-            json.dumps(
-                {"ok": not faults, "profile": profile.name, "ranks": ranks, "faults": faults},
-                indent=2,
-            )
+    attention = settings.arguments.get("attention_backend")
+    if is_learners and policy.deterministic != profile_name:
+        faults.append(
+            f"the policy's learner computes {policy.deterministic}, not {profile_name}; give one of them"
         )
+    if is_learners and attention not in (None, policy.deterministic_attention):
+        faults.append(
+            f"--attention-backend={attention}: the policy's learner has {policy.deterministic_attention}; "
+            "give both the same (deterministic_attention)"
+        )
+    learner = (
+        f"--minite-deterministic {profile_name} --minite-deterministic-attention {attention} "
+        f"--minite-deterministic-sampler {ranks}"
+    )
+    if as_json:
+        record = {"ok": not faults, "profile": profile.name, "ranks": ranks, "faults": faults}
+        print(json.dumps(record | {"learner": learner}, indent=2))
     else:
         print(f"sampler of {profile.name}, {ranks}: {profile.summary}")
-        print("\n".join(f"[FAIL] {fault}" for fault in faults) or "[ok]   every setting agrees")
+        good = f"[ok]   no setting that is judged disagrees\n       the learner: {learner}"
+        print("\n".join(f"[FAIL] {fault}" for fault in faults) or good)
         print(f"doctor: {'FAILED' if faults else 'ok'}")
     return 1 if faults else 0

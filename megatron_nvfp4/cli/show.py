@@ -64,9 +64,14 @@ def show_policy(recipe: str | None, config: str | Path | None, *, as_json: bool)
     recipe, config: explicit selectors or None. ValueError with every fault of the selectors, or for names
     beside a deterministic profile that are none.
     """
-    from megatron_nvfp4.deterministic.profiles import require_names
+    from megatron_nvfp4.deterministic.profiles import PROFILES, require_names
     from megatron_nvfp4.recipes import describe, resolve
 
+    if recipe in PROFILES:
+        raise ValueError(
+            f"{recipe} is a profile of the deterministic mode, not a recipe; give it by "
+            "--minite-deterministic or the policy's `deterministic` (docs/deterministic.md)"
+        )
     policy = resolve(recipe, config)
     require_names(policy)
     description = describe(policy)

@@ -144,6 +144,11 @@ def _finish_init(model: GPTModel, quantization_config: object) -> None:
     logger.info(
         "deterministic: the model computes %s, %s, %s", profile.name, attention_kind, sampler
     )
+    if next(model.parameters()).device.type == "cpu":
+        logger.warning(
+            "deterministic: on a CPU the formulas of %s run in torch: no sampler has these bits",
+            profile.name,
+        )
 
 
 def run_of(model: torch.nn.Module) -> "DeterministicForward | None":
