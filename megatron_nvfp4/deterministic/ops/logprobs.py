@@ -79,7 +79,8 @@ def checked_temperature(
     return temperature
 
 
-def _logits(hidden: Tensor, head: Weights) -> Tensor:
+def logits_of(hidden: Tensor, head: Weights) -> Tensor:
+    """BF16 (M, V) of hidden BF16 (M, H) by head BF16 (V, H)."""
     offsets = dense_offsets(hidden.shape[0], hidden.device)
     return head.prepared(UNQUANTIZED).times(hidden, offsets, hidden.dtype)
 
@@ -113,8 +114,38 @@ def _grad_logits_ref(
     rescaled = _rescaled(logits, temperature, rounding)
     factor = (grad / temperature)[:, None]
     slope = torch.exp(rescaled - top[:, None] - log_sum[:, None]).mul_(-factor)
-    slope.scatter_add_(1, tokens[:, None], factor)  # one token a row: nothing is added twice
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    slope += torch.where(columns == tokens[:, None], factor, 0.0)
     return slope.to(logits.dtype)
+
+
+def scores(
+    logits: Tensor, temperature: Tensor, tokens: Tensor, rounding: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability, maximum and log of the sum, FP32 (M,), of whole rows of logits BF16 (M, V)."""
+    if logits.device.type == "cuda":
+        from megatron_nvfp4.deterministic.kernels import logprobs
+
+        return logprobs.token_logprobs(logits, temperature, tokens, rounding == torch.bfloat16)
+    return _logprobs_ref(_rescaled(logits, temperature, rounding), tokens)
+
+
+def slopes(
+    logits: Tensor,
+    temperature: Tensor,
+    tokens: Tensor,
+    top: Tensor,
+    log_sum: Tensor,
+    grad: Tensor,
+    rounding: torch.dtype,
+) -> Tensor:
+    """Gradient of logits, or of some columns: tokens count from the first of them and may lie outside."""
+    if logits.device.type == "cuda":
+        from megatron_nvfp4.deterministic.kernels import logprobs
+
+        args = (logits, temperature, tokens, top, log_sum, grad, rounding == torch.bfloat16)
+        return logprobs.grad_logits(*args)
+    return _grad_logits_ref(logits, temperature, tokens, top, log_sum, grad, rounding)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -128,19 +159,13 @@ class _TokenLogprobs(torch.autograd.Function):
         rounding: torch.dtype,
         *_leaves,
     ) -> Tensor:
-        ctx.portions = _portions(hidden.shape[0], max(1, PORTION // head.shape[1]))
+        ctx.portions = portions(hidden.shape[0], max(1, PORTION // head.shape[1]))
         ctx.rounding, ctx.head, ctx.versions = rounding, head, head.versions()
         results = []
         for rows in ctx.portions:
-            logits = _logits(hidden[rows], head)
-            if logits.device.type == "cuda":
-                from megatron_nvfp4.deterministic.kernels import logprobs
-
-                args = (logits, temperature[rows].contiguous(), tokens[rows].contiguous())
-                results.append(logprobs.token_logprobs(*args, rounding == torch.bfloat16))
-            else:
-                rescaled = _rescaled(logits, temperature[rows], rounding)
-                results.append(_logprobs_ref(rescaled, tokens[rows]))
+            logits = logits_of(hidden[rows], head)
+            args = temperature[rows].contiguous(), tokens[rows].contiguous()
+            results.append(scores(logits, *args, rounding))
         result, top, log_sum = (torch.cat(parts) for parts in zip(*results, strict=True))
         kept = logits if len(ctx.portions) == 1 else None
         ctx.save_for_backward(hidden, tokens, temperature, top, log_sum, kept)
@@ -155,20 +180,15 @@ class _TokenLogprobs(torch.autograd.Function):
         needs = ctx.needs_input_grad[5:]
         grad_hidden, grad_head = [], GradientSum(head, needs, len(ctx.portions))
         for rows in ctx.portions:
-            logits = _logits(hidden[rows], head) if kept is None else kept
+            logits = logits_of(hidden[rows], head) if kept is None else kept
             args = [t[rows].contiguous() for t in (temperature, tokens, top, log_sum, grad)]
-            if logits.device.type == "cuda":
-                from megatron_nvfp4.deterministic.kernels import logprobs
-
-                slope = logprobs.grad_logits(logits, *args, ctx.rounding == torch.bfloat16)
-            else:
-                slope = _grad_logits_ref(logits, *args, ctx.rounding)
+            slope = slopes(logits, *args, ctx.rounding)
             offsets = dense_offsets(slope.shape[0], hidden.device)
             grad_hidden.append(grouped_dgrad(slope, head, offsets))
             grad_head.add(slope, hidden[rows], offsets)
         return torch.cat(grad_hidden), None, None, None, None, *grad_head.of_leaves()
 
 
-def _portions(num_rows: int, size: int) -> list[slice]:
+def portions(num_rows: int, size: int) -> list[slice]:
     """Slices of at most `size` rows; one, empty, of no rows."""
     return [slice(first, first + size) for first in range(0, max(num_rows, 1), size)]

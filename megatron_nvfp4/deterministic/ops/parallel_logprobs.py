@@ -16,15 +16,7 @@ from megatron_nvfp4.quant.layout import dense_offsets
 
 from .collectives import all_gathered, all_reduced
 from .linear import GradientSum, Weights, grouped_dgrad
-from .logprobs import (
-    PORTION,
-    _grad_logits_ref,
-    _logits,
-    _logprobs_ref,
-    _portions,
-    _rescaled,
-    checked_temperature,
-)
+from .logprobs import PORTION, checked_temperature, logits_of, portions, scores, slopes
 
 
 def parallel_token_logprobs(
@@ -50,40 +42,6 @@ def parallel_token_logprobs(
     )
 
 
-def _scores(
-    logits: Tensor, temperature: Tensor, tokens: Tensor, rounding: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability, maximum and log of the sum of whole rows of logits."""
-    if logits.device.type == "cuda":
-        from megatron_nvfp4.deterministic.kernels import logprobs
-
-        return logprobs.token_logprobs(logits, temperature, tokens, rounding == torch.bfloat16)
-    return _logprobs_ref(_rescaled(logits, temperature, rounding), tokens)
-
-
-def _slopes(
-    logits: Tensor,
-    temperature: Tensor,
-    tokens: Tensor,
-    top: Tensor,
-    log_sum: Tensor,
-    grad: Tensor,
-    rounding: torch.dtype,
-) -> Tensor:
-    """Gradient of some columns of the logits; tokens count from the first of them, and may lie outside."""
-    if logits.device.type == "cuda":
-        from megatron_nvfp4.deterministic.kernels import logprobs
-
-        args = (logits, temperature, tokens, top, log_sum, grad, rounding == torch.bfloat16)
-        return logprobs.grad_logits(*args)
-    # A column behind the others stands for all outside.
-    num_cols = logits.shape[1]
-    tokens = torch.where((tokens < 0) | (tokens >= num_cols), num_cols, tokens)
-    logits = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)
-    args = (logits, temperature, tokens, top, log_sum, grad, rounding)
-    return _grad_logits_ref(*args)[:, :num_cols].contiguous()
-
-
 class _ParallelTokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -97,15 +55,15 @@ class _ParallelTokenLogprobs(torch.autograd.Function):
         rounding: torch.dtype,
         *_leaves,
     ) -> Tensor:
-        ctx.portions = _portions(hidden.shape[0], max(1, PORTION // vocab_size))
+        ctx.portions = portions(hidden.shape[0], max(1, PORTION // vocab_size))
         ctx.vocab_size, ctx.group, ctx.rounding = vocab_size, group, rounding
         ctx.head, ctx.versions = head, head.versions()
         results = []
         for rows in ctx.portions:
-            own = _logits(hidden[rows], head)
+            own = logits_of(hidden[rows], head)
             logits = all_gathered(own, group, dim=1)[:, :vocab_size].contiguous()
             args = temperature[rows].contiguous(), tokens[rows].contiguous()
-            results.append(_scores(logits, *args, rounding))
+            results.append(scores(logits, *args, rounding))
         result, top, log_sum = (torch.cat(parts) for parts in zip(*results, strict=True))
         kept = own if len(ctx.portions) == 1 else None
         ctx.save_for_backward(hidden, tokens, temperature, top, log_sum, kept)
@@ -121,9 +79,9 @@ class _ParallelTokenLogprobs(torch.autograd.Function):
         needs = ctx.needs_input_grad[7:]
         grad_hidden, grad_head = [], GradientSum(head, needs, len(ctx.portions))
         for rows in ctx.portions:
-            logits = _logits(hidden[rows], head) if kept is None else kept
+            logits = logits_of(hidden[rows], head) if kept is None else kept
             args = [t[rows].contiguous() for t in (temperature, tokens - first, top, log_sum, grad)]
-            slope = _slopes(logits, *args, ctx.rounding)
+            slope = slopes(logits, *args, ctx.rounding)
             slope[:, max(0, ctx.vocab_size - first) :] = 0
             offsets = dense_offsets(slope.shape[0], hidden.device)
             grad_hidden.append(grouped_dgrad(slope, head, offsets))
