@@ -70,6 +70,10 @@ class Gap:
         )
 
 
+def _nccl_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+
+
 class Sampler:
     """SGLang's Engine, started as the profile asks."""
 
@@ -81,6 +85,7 @@ class Sampler:
         ranks = SamplerRanks.parse(args.sampler)
         for name in [n for n in os.environ if n in TORCHRUN or n.startswith("TORCHELASTIC_")]:
             del os.environ[name]  # the engine's processes are another world
+        nccl = _nccl_variables()
         self.engine = sglang.Engine(
             model_path=str(model),
             attention_backend=args.attention,
@@ -98,6 +103,11 @@ class Sampler:
             **settings,
             **{name: yaml.safe_load(value) for name, _, value in more},
         )
+        for (
+            name
+        ) in _nccl_variables():  # set for the engine's processes; a learner's two ranks must agree
+            del os.environ[name]
+        os.environ |= nccl
 
     def sample(
         self, prompts: list[list[int]], num_tokens: int, temperature: float, rescore: bool

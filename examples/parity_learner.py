@@ -51,6 +51,7 @@ class Learner:
 
     def ordinary_logprobs(self, samples: Samples) -> torch.Tensor:
         """The same of a model without a profile, at temperature 1: one sequence a call."""
+        self.model.eval()  # Megatron trains no experts on two ranks without sequence parallelism
         found = []
         for prompt, response in zip(samples.prompts, samples.responses, strict=True):
             sequence = torch.tensor([[*prompt, *response]], device="cuda")

@@ -32,6 +32,9 @@ PROBLEMS = [
     ([1], 136, 1544),
     ([0, 0, 1100, 0], 264, 520),
     ([24, 0, 700], 1152, 264),  # of the last pair of blocks one has no rows of the weight gradient
+    ([256], 2048, 72),  # small tiles though the rows are many
+    ([250], 5120, 264),  # half of a large tile
+    ([130, 1, 0, 129, 0], 5000, 72),
     ([0, 0], 64, 64),
 ]
 IDS = [f"{len(rows)}x{sum(rows)}x{n}x{k}" for rows, n, k in PROBLEMS]

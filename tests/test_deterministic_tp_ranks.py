@@ -137,6 +137,16 @@ def _close(found, expected, name: str) -> None:
     assert error <= CLOSE * expected.double().norm(), f"{name}: {error / expected.norm():.2e}"
 
 
+def _same_rows(found, expected) -> None:
+    """Of the head's gradient, in which there is no sum over ranks."""
+    import torch
+
+    if found.is_cuda:  # one rank's 2500 columns are a library's to multiply, 1280 are not
+        _close(found, expected, "lm_head.weight")
+    else:
+        assert torch.equal(found, expected)
+
+
 def check_gradients_are_those_of_one_rank(folder: Path) -> None:
     """Prevents: a part that is dropped or doubled, replicas that drift apart, an order of its own."""
     import torch
@@ -164,8 +174,8 @@ def check_gradients_are_those_of_one_rank(folder: Path) -> None:
                 distributed.broadcast(from_first, 0)
                 assert torch.equal(got, from_first), name
             _close(got, want, f"{kind} {name}")
-            if name == "lm_head.weight":  # no sum over ranks is in it
-                assert torch.equal(got, want)
+            if name == "lm_head.weight":
+                _same_rows(got, want)
 
 
 def check_portions_of_the_vocabulary(folder: Path) -> None:
@@ -208,7 +218,7 @@ def check_logits(folder: Path) -> None:
     _close(results[1][1], results[0][1], "hidden")
     want = _part("lm_head.weight", leaves["lm_head.weight"].grad, distributed.get_rank())
     want[max(0, VOCABULARY - distributed.get_rank() * PADDED // 2) :] = 0
-    assert torch.equal(parts["lm_head.weight"].grad, want)
+    _same_rows(parts["lm_head.weight"].grad, want)
     with pytest.raises(ValueError, match="60 of the last rank's columns are padding"):
         two.logits(hidden, is_whole=False)
     two.vocab_size = PADDED
@@ -276,7 +286,7 @@ def _megatron(kind: str, tp: int, sampler: str = "tp2", **changes):
     rest = {"moe_aux_loss_coeff": 0.0, "sequence_parallel": False}
     config = small.new_config(kind, **sizes | rest | changes)
     config.minite_policy = resolve(environ={}, deterministic=PROFILE, deterministic_sampler=sampler)
-    model = small.new_model(config)
+    model = small.new_model(config).to(_device())  # Megatron makes routers on the CPU
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_split = getattr(parameter, "tensor_model_parallel", False)

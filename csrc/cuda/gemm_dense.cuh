@@ -37,6 +37,7 @@ struct DenseArgs {
   bool transposed;
   bool reversed;  // group g's weight is the (G-1-g)th in memory
   bool fp32;
+  bool halved;  // tiles have half as many tokens; gemm_dense chooses
 };
 
 cudaError_t gemm_dense(const DenseArgs& args, int num_sms, cudaStream_t stream);

@@ -52,8 +52,11 @@ struct DenseShared {
   int* order;            // groups in the order of their items
   int* tile_start;       // of the groups in that order, in tiles of tokens
   int* row_start;        // of every group
+  bool halved;           // DenseArgs
 
-  __device__ __forceinline__ explicit DenseShared(uint8_t* raw, int num_groups) {
+  __device__ __forceinline__ DenseShared(uint8_t* raw, const DenseArgs& args)
+      : halved(args.halved) {
+    const int num_groups = args.num_groups;
     stages =
         reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
     staging = stages + Tile::kStages * Tile::kStageBytes;
@@ -70,10 +73,12 @@ struct DenseShared {
     return row_start[group + 1] - row_start[group];
   }
   // Tiles of tokens of a group, equal in size, and that size, a multiple of 16.
-  __device__ __forceinline__ static int num_tiles(int num_rows) {
-    return (num_rows + Tile::kTokens - 1) / Tile::kTokens;
+  __device__ __forceinline__ int num_tiles(int num_rows) const {
+    constexpr int kHalf = Tile::kTokens / 2;
+    const int halves = (num_rows + kHalf - 1) / kHalf;
+    return halved ? halves : (halves + 1) / 2;
   }
-  __device__ __forceinline__ static int tile_size(int num_rows) {
+  __device__ __forceinline__ int tile_size(int num_rows) const {
     constexpr int kUnit = 16;
     const int tiles = max(num_tiles(num_rows), 1);
     return ((num_rows + tiles - 1) / tiles + kUnit - 1) / kUnit * kUnit;
@@ -377,7 +382,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
                       const __grid_constant__ DenseArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint8_t raw[];
-  DenseShared<Tile> shared(raw, args.num_groups);
+  DenseShared<Tile> shared(raw, args);
   if (threadIdx.x == 32) {
     for (int i = 0; i < Tile::kStages; ++i) {
       barrier_init(shared.full + 8 * i, 1);

@@ -5,7 +5,8 @@ namespace megatron_nvfp4::cuda {
 namespace {
 
 template <class Tile>
-cudaError_t launch(const DenseArgs& args, int num_sms, cudaStream_t stream) {
+cudaError_t launch(DenseArgs args, int num_sms, cudaStream_t stream, bool halved = false) {
+  args.halved = halved;
   constexpr auto kType = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const uint64_t n = args.num_cols, k = args.depth, rows = args.num_rows, groups = args.num_groups;
   const uint64_t stride = args.weight_stride;
@@ -26,25 +27,29 @@ cudaError_t launch(const DenseArgs& args, int num_sms, cudaStream_t stream) {
                                            args);
 }
 
-// By the mean number of rows a group, which is all the host knows: right for any split. Small tiles
-// too where large ones would occupy less than half of the multiprocessors: the contraction has one
-// order, so only more tiles share the work.
+// By the mean number of rows a group, which is all the host knows: right for any split. Where large
+// tiles would leave half of the multiprocessors without one, smaller ones share the work: of the
+// sizes that occupy each multiprocessor once, the smallest. No size changes the order of a sum.
 template <bool kTransposed>
 cudaError_t choose(const DenseArgs& args, int num_sms, cudaStream_t stream) {
-  constexpr int kSmallTokens = 64, kLargeTokens = 256;
-  using Small = DenseTile<kSmallTokens, 8, 1, kTransposed>;
-  const int64_t num_large = (args.num_rows + kLargeTokens - 1) / kLargeTokens *
-                            ((args.num_cols + Small::kFeatures - 1) / Small::kFeatures);
-  if (args.num_rows <= int64_t{kSmallTokens} * args.num_groups || 2 * num_large < num_sms) {
+  using Small = DenseTile<64, 8, 1, kTransposed>;
+  using Large = DenseTile<256, 4, 1, kTransposed>;
+  const auto num_tiles = [&](int tokens) {
+    return (args.num_rows + tokens - 1) / tokens *
+           ((args.num_cols + Large::kFeatures - 1) / Large::kFeatures);
+  };
+  if (args.num_rows <= int64_t{Small::kTokens} * args.num_groups ||
+      num_tiles(Small::kTokens) <= num_sms) {
     return launch<Small>(args, num_sms, stream);
   }
+  if (num_tiles(Large::kTokens / 2) <= num_sms) return launch<Large>(args, num_sms, stream, true);
   if constexpr (!kTransposed) {  // where x is read by many and weights by few, sharing x pays
     constexpr int kSharedTokens = 512;
     if (args.num_rows >= int64_t{kSharedTokens} * args.num_groups) {
       return launch<DenseTile<256, 4, 2, false>>(args, num_sms, stream);
     }
   }
-  return launch<DenseTile<256, 4, 1, kTransposed>>(args, num_sms, stream);
+  return launch<Large>(args, num_sms, stream);
 }
 
 }  // namespace
