@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_nvfp4.backends import dispatch
 from megatron_nvfp4.deterministic.ops import activation, experts, logprobs, norm
 from megatron_nvfp4.deterministic.ops.attention import PackedBatch, attention
 from megatron_nvfp4.deterministic.ops.linear import Prepared, Weights, linear
+from megatron_nvfp4.recipes import RECIPES
 
 pytestmark = pytest.mark.gpu
 EPS = 1e-6
@@ -134,11 +136,27 @@ def test_router_weights_inside_the_product_have_the_bits_of_those_behind_it(draw
     order, weights = experts._Order.of(ids, 16), torch.rand(300, 4, device="cuda")
     x, w13, w2 = draw(300, 512), draw(16, 384, 512), draw(16, 512, 192)
     got, h, _ = experts.run_experts(x, weights, ids, Prepared.of(w13), Prepared.of(w2))
-    a = activation.silu_and_mul_forward(h)
-    y = Prepared.of(w2).times(a, order.offsets, torch.float32)
-    assert torch.equal(got, experts._combine(y, weights, order.places))
+    a, of_rows = activation.silu_and_mul_forward(h), order.to_rows(weights)[:, None]
+    y = (Prepared.of(w2).times(a, order.offsets, torch.float32) * of_rows).bfloat16()
+    assert torch.equal(got, dispatch.combine_rows(y, order.places))
     apart = [Weights(tuple(w), tuple(w.clone() for w in w)) for w in (w13, w2)]
     assert torch.equal(got, experts.experts(x, weights, ids, *apart))
+
+
+def test_router_weights_multiply_scales_of_rows(draw):
+    # Prevents: a weight of another row's scale, or one that comes after the rounding.
+    operands = RECIPES["nvfp4_per_token"].fprop
+    ids = torch.stack([torch.randperm(16)[:4] for _ in range(300)]).cuda()
+    order, weights = (
+        experts._Order.of(ids, 16),
+        2.0 ** torch.randint(-4, 1, (300, 4), device="cuda"),
+    )
+    prepared = [Prepared.of(draw(16, *size), operands) for size in ((384, 512), (512, 192))]
+    got, h, _ = experts.run_experts(draw(300, 512), weights, ids, *prepared)
+    a, of_rows = activation.silu_and_mul_forward(h), order.to_rows(weights)[:, None]
+    # Of a power of two the product with the scale is exact.
+    y = (prepared[1].times(a, order.offsets, torch.float32) * of_rows).bfloat16()
+    assert torch.equal(got, dispatch.combine_rows(y, order.places))
 
 
 def test_gradients_of_attention_repeat(draw):

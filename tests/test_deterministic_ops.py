@@ -21,7 +21,7 @@ from megatron_nvfp4.deterministic.ops.norm import add_rms_norm, rms_norm
 from megatron_nvfp4.deterministic.ops.parallel_logprobs import parallel_token_logprobs
 from megatron_nvfp4.deterministic.ops.rope import apply_rope, rope_table
 from megatron_nvfp4.deterministic.ops.router import route
-from megatron_nvfp4.recipes import BF16, RECIPES
+from megatron_nvfp4.recipes import BF16, RECIPES, NVFP4Spec
 
 BATCH = PackedBatch.of((3, 70, 1), (5, 70, 40), "cpu")
 EPS = 1e-6
@@ -134,19 +134,47 @@ def test_a_vocabulary_that_is_no_multiple_of_eight_has_the_columns_of_a_padded_o
     assert whole.data_ptr() == padded.data_ptr()  # no copy where none is needed
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_factors_of_rows_multiply_the_sums(backend, draw):
-    # Prevents: a router weight that multiplies what was rounded to BF16, or the rows of another expert.
+def _gemm_kernels(backend: str):
     kernel = backends.get(backend)
     reason = kernel.why_not("grouped_gemm", (BF16, BF16), device="cpu")
     if reason is not None:
         pytest.skip(f"{backend}: {reason}")
+    return kernel
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_factors_of_rows_multiply_the_sums(backend, draw):
+    # Prevents: a router weight that multiplies what was rounded to BF16, or the rows of another expert.
+    kernel = _gemm_kernels(backend)
     x, weights = draw(9, 64), draw(3, 16, 64)
     factors, offsets = torch.rand(9), torch.tensor([0, 4, 4, 9])
     sums = kernel.grouped_gemm(x, weights, offsets, out_dtype=torch.float32)
     got = kernel.grouped_gemm(x, weights, offsets, out_dtype=torch.bfloat16, row_factors=factors)
     assert torch.equal(got, (sums * factors[:, None]).bfloat16())
     assert not torch.equal(got, sums.bfloat16() * factors[:, None].bfloat16())
+
+
+@pytest.mark.parametrize("is_quantised", [True, False])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_factors_of_rows_multiply_their_scales(backend, is_quantised, draw):
+    # Prevents: one more rounding of the sum, in one of the backends alone.
+    kernel = _gemm_kernels(backend)
+    offsets, factors = torch.tensor([0, 4, 4, 9]), torch.rand(9)
+    a = draw(9, 64)
+    if is_quantised:
+        a = kernel.quantize(a, NVFP4Spec(outer="token"))
+    b = kernel.quantize(draw(48, 64), NVFP4Spec(), offsets=torch.arange(4) * 16)
+    rows = a.row_scale() if is_quantised else torch.ones(9)
+    per_value = (rows * factors)[:, None] * b.outer_scale.repeat_interleave(offsets.diff())[:, None]
+    alone = _gemm_kernels("reference").decode(a) @ _gemm_kernels("reference").decode(b).t()
+    alone = torch.cat([alone[:4, :16], alone[4:, 32:]]).float()
+    got = kernel.grouped_gemm(a, b, offsets, out_dtype=torch.float32, row_factors=factors)
+    torch.testing.assert_close(got, alone * per_value, rtol=2**-21, atol=1e-6)
+    again = backends.get("reference").grouped_gemm(
+        a, b, offsets, out_dtype=torch.bfloat16, row_factors=factors
+    )
+    rounded = kernel.grouped_gemm(a, b, offsets, out_dtype=torch.bfloat16, row_factors=factors)
+    assert torch.equal(rounded, again)
 
 
 def test_tokens_are_quantised_once_for_all_of_their_experts(draw, monkeypatch):

@@ -126,8 +126,8 @@ class Backend(Protocol):
         """Row group g of a (M, K) times b_g: b is (G*N, K), offsets (G+1,), bias (G, N); (M, N).
 
         b: an operand, or G unquantised matrices (N, K); transposed: the matrices lie as (K, N).
-        row_factors: FP32 (M,), multiply the rows' FP32 sums before bias and rounding; given only where
-        neither operand is quantised, with "cuda", "cpu" or "reference".
+        row_factors: FP32 (M,), multiply the rows' own outer scales, or the sums of rows in BF16, in FP32
+        before bias and rounding; only "cuda", "cpu" and "reference" take them.
         """
         ...
 

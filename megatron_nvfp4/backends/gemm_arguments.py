@@ -22,7 +22,7 @@ def outer_scales(
     """S_dec of rows (M,) or (1,), of groups (G,) or (1,), and of columns (G*N,), the last two exclusive.
 
     Two scales of one group are multiplied here: it is the one rounding of their product all the same.
-    row_factors: what scales the rows of operands that are not quantised.
+    row_factors: FP32 (M,), multiplied by the rows' own scales, where they have any, with one rounding.
     """
     row_scale, col_scale, of_groups = None, None, []
     for operand in (a, b):
@@ -34,11 +34,9 @@ def outer_scales(
         elif isinstance(operand, QuantizedTensor | PackedWeights):
             of_groups.append(_outer_scale(operand))
     if col_scale is not None and of_groups:
-        return a.row_scale().contiguous(), None, col_scale
+        row_scale, of_groups = a.row_scale().contiguous(), []
     if row_factors is not None:
-        is_plain = row_scale is None and col_scale is None and not of_groups
-        assert is_plain, "quantised operands have scales of their own"
-        row_scale = row_factors
+        row_scale = row_factors if row_scale is None else row_scale * row_factors
     return row_scale, _product(of_groups), col_scale
 
 

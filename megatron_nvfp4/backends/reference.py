@@ -140,7 +140,8 @@ class ReferenceBackend:
         num_cols = b.shape[0] // num_groups
         a_exact, b_exact = self.decode(a), self.decode(b)
         a_scale, b_scale = row_scale(a), row_scale(b)
-        a_scale = row_factors if a_scale is None else a_scale
+        if row_factors is not None:
+            a_scale = row_factors if a_scale is None else a_scale * row_factors
         out = torch.zeros(a.shape[0], num_cols, dtype=out_dtype, device=a.device)
         for group in range(num_groups):
             rows = slice(bounds[group], bounds[group + 1])

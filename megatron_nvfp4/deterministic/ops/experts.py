@@ -3,10 +3,11 @@
     h = bf16(x w13_e)                               a = silu_and_mul(h)
     y = bf16(fp32 accumulator of (a w2_e) * w)      out = bf16(sum over slots k of y_k)
 
-The sum starts with slot 0 and adds in FP32. Where two ranks of the sampler have half of the experts each, a
-rank adds the slots of its own so, zeros in the others' place, and the two results are added. Formula: SGLang
-0.5.23, kernels/ops/moe/fused_moe_triton_kernels.py and moe_sum_reduce. A row's bits do not depend on the
-rows beside it. Shared experts and dropped tokens are left out.
+In NVFP4 w multiplies the outer scale of a row of a, and their product the accumulator. The sum starts with
+slot 0 and adds in FP32. Where two ranks of the sampler have half of the experts each, a rank adds the slots
+of its own so, zeros in the others' place, and the two results are added. Formula: SGLang 0.5.23,
+kernels/ops/moe/fused_moe_triton_kernels.py and moe_sum_reduce. A row's bits do not depend on the rows beside
+it. Shared experts and dropped tokens are left out.
 """
 
 from dataclasses import dataclass
@@ -51,8 +52,9 @@ class _Order:
 
     def to_rows(self, weights: Tensor) -> Tensor:
         """Of weights (T, K) that of each row, anything for rows behind the last expert's."""
-        at = torch.add(self.slots, self.tokens, alpha=weights.shape[1]).clamp_min_(0)
-        return weights.flatten()[at]
+        of_rows = weights.new_empty(self.tokens.shape)
+        of_rows[self.places] = weights  # at -1, of pairs without a row, lies one behind the last expert's
+        return of_rows
 
 
 def experts(
@@ -90,21 +92,6 @@ def experts(
     return _Experts.apply(x, weights, ids, w13, w2, operands, num_ranks, *leaves)
 
 
-def _combine(y: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
-    if y.device.type == "cuda":
-        from megatron_nvfp4.deterministic.kernels import experts
-
-        return experts.combine(y, weights, places)
-    rows = dispatch.gather_rows(y, places.flatten())
-    values = rows.view(*places.shape, y.shape[1]).float()
-    if weights is not None:
-        values = values * weights[..., None]
-    total = torch.zeros_like(values[:, 0])
-    for value in values.to(torch.bfloat16).unbind(1):
-        total = total + value.float()
-    return total.to(torch.bfloat16)
-
-
 def run_experts(
     x: Tensor, weights: Tensor, ids: Tensor, w13: Prepared, w2: Prepared, num_ranks: int = 1
 ) -> tuple[Tensor, Tensor, _Order]:
@@ -115,18 +102,13 @@ def run_experts(
     order = _Order.of(ids, w13.shape[0])
     rows = dispatch.gather_rows(w13.rows_of(x), order.tokens)
     h = w13.times(rows, order.offsets, x.dtype)
-    a, factors = silu_and_mul_forward(h), weights
-    # The router weight multiplies FC2's accumulator: inside the product, where no other scale comes before.
-    if w2.operands == UNQUANTIZED:
-        y = w2.times(a, order.offsets, x.dtype, row_factors=order.to_rows(weights))
-        factors = None
-    else:
-        y = w2.times(a, order.offsets, torch.float32)
+    a = silu_and_mul_forward(h)
+    y = w2.times(a, order.offsets, x.dtype, row_factors=order.to_rows(weights))
     if num_ranks == 1:
-        return _combine(y, factors, order.places), h, order
+        return dispatch.combine_rows(y, order.places), h, order
     owners = ids // (w13.shape[0] // num_ranks)
     shares = (order.places.where(owners == rank, -1) for rank in range(num_ranks))
-    return add_partials([_combine(y, factors, share) for share in shares]), h, order
+    return add_partials([dispatch.combine_rows(y, share) for share in shares]), h, order
 
 
 class _Experts(torch.autograd.Function):
@@ -156,7 +138,8 @@ class _Experts(torch.autograd.Function):
         grads_w13 = gradients(w13, grad_h, rows, order.offsets, needs[:num_w13])
         grad_x = None
         if needs_x:
-            grad_x = _combine(grouped_dgrad(grad_h, w13, order.offsets), None, order.places)
+            grad_rows = grouped_dgrad(grad_h, w13, order.offsets)
+            grad_x = dispatch.combine_rows(grad_rows, order.places)
         return grad_x, grad_weights, None, None, None, None, None, *grads_w13, *grads_w2
 
 

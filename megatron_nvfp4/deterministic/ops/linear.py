@@ -132,8 +132,7 @@ class Prepared:
         """Row group g of x (M, K) times weight g, times row_factors FP32 (M,), plus bias (G, N): (M, N),
         rounded once.
 
-        x: BF16, or rows of `rows_of`. row_factors: of operands that are not quantised, which have no scale of
-        their own.
+        x: BF16, or rows of `rows_of`. A row's factor multiplies its outer scale, where it has one.
         """
         num_groups, num_rows, num_cols = self.shape
         missing = -num_rows % UNIT if isinstance(self.operand, Tensor) else 0
