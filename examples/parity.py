@@ -85,6 +85,7 @@ class Sampler:
         ranks = SamplerRanks.parse(args.sampler)
         for name in [n for n in os.environ if n in TORCHRUN or n.startswith("TORCHELASTIC_")]:
             del os.environ[name]  # the engine's processes are another world
+        # The engine sets more of NCCL's for its processes; those of a learner's two ranks must agree.
         nccl = _nccl_variables()
         self.engine = sglang.Engine(
             model_path=str(model),
@@ -103,9 +104,7 @@ class Sampler:
             **settings,
             **{name: yaml.safe_load(value) for name, _, value in more},
         )
-        for (
-            name
-        ) in _nccl_variables():  # set for the engine's processes; a learner's two ranks must agree
+        for name in _nccl_variables():
             del os.environ[name]
         os.environ |= nccl
 

@@ -34,7 +34,9 @@ PROBLEMS = [
     ([24, 0, 700], 1152, 264),  # of the last pair of blocks one has no rows of the weight gradient
     ([256], 2048, 72),  # small tiles though the rows are many
     ([250], 5120, 264),  # half of a large tile
-    ([130, 1, 0, 129, 0], 5000, 72),
+    ([130, 0, 129], 5000, 72),
+    ([2000], 1288, 72),  # large tiles; not transposed, in pairs of blocks
+    ([700, 3, 800, 0], 2568, 72),
     ([0, 0], 64, 64),
 ]
 IDS = [f"{len(rows)}x{sum(rows)}x{n}x{k}" for rows, n, k in PROBLEMS]
@@ -108,17 +110,18 @@ def test_gemm_has_the_bits_of_cublas(rows, num_cols, depth, transposed):
 def test_gemm_has_the_bits_of_grouped_mm(transposed):
     """A model that changes its numbers when the experts move from torch's kernel to this one."""
     rows = [64, 0, 208, 16, 400, 144]
-    x, weights = problem(rows, 768, 1024, transposed)
+    x, weights = problem(rows, 2560, 1024, transposed)
     w = weights if transposed else weights.transpose(-2, -1)
     expected = torch._grouped_mm(x, w, offs=offsets_of(rows, torch.int32)[1:])
     assert_bits(gemm(x, weights, offsets_of(rows), transposed), expected, "grouped_mm")
 
 
+@pytest.mark.parametrize("num_cols", [328, 2056])  # small tiles and large ones
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("out_dtype", [BF16, FP32])
-def test_epilogue_rounds_each_step_once(transposed, out_dtype):
+def test_epilogue_rounds_each_step_once(transposed, out_dtype, num_cols):
     """Scales multiplied one after the other, an FMA with the bias, or a rounding in between."""
-    rows, num_cols, depth = RAGGED, 328, 256
+    rows, depth = RAGGED, 256
     x, weights = problem(rows, num_cols, depth, transposed)
     num_rows, offsets = sum(rows), offsets_of(rows)
     acc = gemm_ref(x, weights, rows, transposed)

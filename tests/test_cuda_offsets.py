@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_nvfp4.quant import layout
 
@@ -38,6 +39,13 @@ def test_a_graph_under_capture_makes_no_table():
     assert layout.dense_offsets(8, "cuda").tolist() == [0, 8]
     graph.replay()
     assert inside.tolist() == [0, 7]
+
+
+def test_first_asked_of_fake_tensors():
+    # Prevents: a table without memory, for the rest of the process.
+    with FakeTensorMode():
+        layout.dense_offsets(3, "cuda")
+    assert layout.dense_offsets(3, "cuda").tolist() == [0, 3]
 
 
 def test_first_asked_without_gradients():

@@ -170,11 +170,13 @@ def test_factors_of_rows_multiply_their_scales(backend, is_quantised, draw):
     alone = torch.cat([alone[:4, :16], alone[4:, 32:]]).float()
     got = kernel.grouped_gemm(a, b, offsets, out_dtype=torch.float32, row_factors=factors)
     torch.testing.assert_close(got, alone * per_value, rtol=2**-21, atol=1e-6)
-    again = backends.get("reference").grouped_gemm(
-        a, b, offsets, out_dtype=torch.bfloat16, row_factors=factors
-    )
     rounded = kernel.grouped_gemm(a, b, offsets, out_dtype=torch.bfloat16, row_factors=factors)
-    assert torch.equal(rounded, again)
+    assert torch.equal(rounded, got.bfloat16())
+    if backend == "cpu":
+        again = backends.get("reference").grouped_gemm(
+            a, b, offsets, out_dtype=torch.bfloat16, row_factors=factors
+        )
+        assert torch.equal(rounded, again)
 
 
 def test_tokens_are_quantised_once_for_all_of_their_experts(draw, monkeypatch):

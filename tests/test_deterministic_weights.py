@@ -4,6 +4,7 @@ Every `check_*` runs in a child process (megatron_runs.py); its docstring says w
 """
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from deterministic_sequences import packed_sequences, padded
@@ -138,20 +139,24 @@ def check_main_grad_of_two_microbatches(folder: Path) -> None:
             assert torch.equal(first[name].bfloat16().float(), apart[name]), (kind, name)
 
 
+def _awaited(awaited: bool):
+    """Whether something of Megatron's waits for the gradients in autograd."""
+    name = "megatron_nvfp4.mcore.deterministic_weights.gradients_are_awaited"
+    return mock.patch(name, return_value=awaited)
+
+
 def check_hidden_gradients(folder: Path) -> None:
     """Prevents: experts without their gradient where autograd is told of one of them for all, or with two of
     them where their layer is computed again."""
     import torch
 
-    from megatron_nvfp4.mcore import deterministic_weights
-
     sides = []
     for awaited in (True, False):
-        deterministic_weights.gradients_are_awaited = lambda config, awaited=awaited: awaited
-        model, _ = _model("moe_grouped", ddp=True)
-        ((experts, _),) = model.forward._build(64).layers[0].mlp
-        assert len(experts.leaves) == (4 if awaited else 1)
-        sides.append(_main_grads("moe_grouped", 0, 1))
+        with _awaited(awaited):
+            model, _ = _model("moe_grouped", ddp=True)
+            ((experts, _),) = model.forward._build(64).layers[0].mlp
+            assert len(experts.leaves) == (4 if awaited else 1)
+            sides.append(_main_grads("moe_grouped", 0, 1))
     recompute = {"granularity": "full", "method": "uniform", "num_layers": 1}
     changes = {f"recompute_{name}": value for name, value in recompute.items()}
     sides.append(_main_grads("moe_grouped", 0, 1, **changes))
@@ -163,16 +168,18 @@ def check_frozen_experts_get_nothing(folder: Path) -> None:
     """Prevents: main_grad written of a parameter that does not train, or of none because one does not."""
     import torch
 
-    model, wrapped = _model("moe_grouped", ddp=True)
-    named = dict(model.named_parameters())
-    frozen = {n for n in named if "linear_fc1.weight1" in n or "layers.1.mlp.experts" in n}
-    for name in frozen:
-        named[name].requires_grad_(False)
-    _backward(wrapped, 0)
-    expected = _main_grads("moe_grouped", 0)
-    for name, parameter in named.items():
-        want = torch.zeros_like(parameter) if name in frozen else expected[name]
-        assert torch.equal(parameter.main_grad, want), name
+    for awaited in (True, False):
+        with _awaited(awaited):
+            model, wrapped = _model("moe_grouped", ddp=True)
+            named = dict(model.named_parameters())
+            frozen = {n for n in named if "linear_fc1.weight1" in n or "layers.1.mlp.experts" in n}
+            for name in frozen:
+                named[name].requires_grad_(False)
+            _backward(wrapped, 0)
+            expected = _main_grads("moe_grouped", 0)
+        for name, parameter in named.items():
+            want = torch.zeros_like(parameter) if name in frozen else expected[name]
+            assert torch.equal(parameter.main_grad, want), name
 
 
 def check_nvfp4_is_prepared_once_a_step(folder: Path) -> None:
@@ -189,20 +196,32 @@ def check_nvfp4_is_prepared_once_a_step(folder: Path) -> None:
         made.extend([1] * (operands.right != BF16))
         return original(weights, operands)
 
-    linear.Prepared.of = counting
     model, _ = _model("moe_grouped", "sglang_minite_nvfp4", fuse=False)
     seen = []
-    for step in (1, 2):
-        reset_first_microbatch(model)
-        for number in (0, 1, 0):
-            _backward(model, number)
-            assert len(made) == step * 2 * 2  # FC1 and FC2 of two layers
-        expert = model.decoder.layers[0].mlp.experts.linear_fc1.weight0
-        seen.append(expert.grad)
-        expert.grad = None
-        for parameter in model.parameters():
-            parameter.data.mul_(1.1)
+    with mock.patch.object(linear.Prepared, "of", counting):
+        for step in (1, 2):
+            reset_first_microbatch(model)
+            for number in (0, 1, 0):
+                _backward(model, number)
+                assert len(made) == step * 2 * 2  # FC1 and FC2 of two layers
+            expert = model.decoder.layers[0].mlp.experts.linear_fc1.weight0
+            seen.append(expert.grad)
+            expert.grad = None
+            for parameter in model.parameters():
+                parameter.data.mul_(1.1)
     assert not torch.equal(*seen)
+
+
+def check_inference_mode(folder: Path) -> None:
+    """Prevents: evaluation refused because copies made under inference_mode have no versions."""
+    import torch
+
+    for kind, profile in (("moe_grouped", "sglang_minite_nvfp4"), ("dense", "sglang_det_bf16")):
+        model, _ = _model(kind, profile)
+        tokens, labels = padded()
+        expected = model(tokens, None, None, labels=labels).detach()
+        with torch.inference_mode():
+            assert torch.equal(model(tokens, None, None, labels=labels), expected), kind
 
 
 def check_weights_changed_before_the_backward(folder: Path) -> None:
@@ -248,6 +267,7 @@ WORLDS = {
             check_hidden_gradients,
             check_frozen_experts_get_nothing,
             check_nvfp4_is_prepared_once_a_step,
+            check_inference_mode,
             check_weights_changed_before_the_backward,
             check_padding_of_the_head,
         )

@@ -217,6 +217,7 @@ class Model:
         but for q_norm and k_norm, where each has its own heads' part, to be summed as Megatron's
         finalize_model_grads does.
 
+        A model has the values that the weights had when it was made: make another when they have changed.
         The embedding and the norms' weights may be FP32 where the profile takes them so. Raises
         ValueError with all reasons where the profile cannot be honoured, or for biases, KeyError for a
         weight that lacks.

@@ -49,13 +49,7 @@ class MainGradients:
         return leaves(self.weights, self.setup)
 
     def targets(self) -> list[Tensor] | None:
-        found = main_grads(self.weights)
-        if found is None and self.setup.hides_wgrad:
-            raise RuntimeError(
-                f"{self.setup.name}: the weights had a main_grad each in the forward and have not in the "
-                "backward; take it away between steps only"
-            )
-        return found
+        return main_grads(self.weights, self.setup)
 
     def added(self) -> Sequence[Tensor | None]:
         return mark_accumulated(self.weights, self.setup)

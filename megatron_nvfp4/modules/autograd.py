@@ -204,7 +204,7 @@ def _backward(
 # What the extension's node asks of Python.
 _CALLS = (
     _backward,
-    lambda kept: main_grads(kept.weights),
+    lambda kept: main_grads(kept.weights, kept.setup),
     lambda kept: mark_accumulated(kept.weights, kept.setup),
 )
 

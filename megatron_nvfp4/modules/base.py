@@ -1,7 +1,6 @@
 """What the three linear modules share: parameters by TE's names, extra state, the numerics of a layer."""
 
 import logging
-import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_nvfp4.backends import Matrices, Operand
+from megatron_nvfp4.quant.tensor_versions import versions_of
 
 from .autograd import grouped_matmul
 from .matmul import MatmulSetup, quantize_weights
@@ -16,7 +16,6 @@ from .params import QLinearParams, get_qlinear_params, require_backend, shape_fa
 
 logger = logging.getLogger(__name__)
 EXTRA_STATE = "_extra_state"
-_VERSION = operator.attrgetter("_version")
 
 
 class ExtraStateModule(torch.nn.Module):
@@ -133,7 +132,7 @@ class QLinearBase(ExtraStateModule):
         if is_first_microbatch is None or not torch.is_grad_enabled():
             return quantize_weights(weights, setup)
         ids, addresses = tuple(map(id, weights)), tuple(map(Tensor.data_ptr, weights))
-        key = (setup.params, setup.dtype, ids, addresses, tuple(map(_VERSION, weights)))
+        key = (setup.params, setup.dtype, ids, addresses, tuple(versions_of(weights)))
         if is_first_microbatch or self._weight_cache is None or self._weight_cache[0] != key:
             self._weight_cache = (key, quantize_weights(weights, setup))
         return self._weight_cache[1]

@@ -4,7 +4,6 @@ A dense layer is a grouped one with a single group. Nothing is decided here: the
 `backends.select` finds who computes, and the module says which groups share an amax.
 """
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,15 +16,22 @@ from megatron_nvfp4.backends import Matrices, Operand, extension
 from megatron_nvfp4.quant import count_nonfinite, pad_groups
 from megatron_nvfp4.quant.layout import dense_offsets
 from megatron_nvfp4.quant.nvfp4 import group_amax, row_amax, tensor_amax
-from megatron_nvfp4.recipes import BF16, FORWARD, MXFP8, FloatSpec, Format, NVFP4Spec, Recipe
+from megatron_nvfp4.quant.tensor_versions import require_versions, versions_of
+from megatron_nvfp4.recipes import (
+    BF16,
+    FORWARD,
+    MXFP8,
+    FloatSpec,
+    Format,
+    NVFP4Spec,
+    Recipe,
+    depends_on_token_alone,
+)
 
 from .params import QLinearParams
 
 # What an operand is to its layer, as the `offset` of its random bits: no two of a call are the same.
 FPROP_LEFT, FPROP_RIGHT, DGRAD_LEFT, DGRAD_RIGHT, WGRAD_LEFT, WGRAD_RIGHT = range(6)
-
-
-_VERSION = operator.attrgetter("_version")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +61,7 @@ class MatmulSetup:
 
 def is_quantized_once(recipe: Recipe) -> bool:
     """Whether fprop's left operand depends on the token alone, so that packed rows can be gathered."""
-    spec = recipe.fprop.left
-    return isinstance(spec, NVFP4Spec) and spec.outer == "token" and spec.rounding == "nearest"
+    return depends_on_token_alone(recipe.fprop.left)
 
 
 def quantize_weights(weights: Sequence[Tensor], setup: MatmulSetup) -> Operand | Matrices:
@@ -123,22 +128,15 @@ def check_finite(x: Tensor, setup: MatmulSetup) -> None:
 
 
 def versions_read(weights: Sequence[Tensor], setup: MatmulSetup) -> list[int]:
-    """Versions of the weights if the backward reads them: what autograd would compare had it kept them.
-
-    The parameters keep them already.
-    """
+    """Versions of the weights if the backward reads them; the parameters keep them already."""
     recipe = setup.params.recipe
     reads_weights = recipe.fprop.right == BF16 or recipe.dgrad.right != FORWARD
-    return list(map(_VERSION, weights)) if reads_weights else []
+    return versions_of(weights) if reads_weights else []
 
 
 def check_versions(weights: Sequence[Tensor], setup: MatmulSetup, versions: list[int]) -> None:
     """RuntimeError if a weight that the backward reads is not the forward's."""
-    if versions_read(weights, setup) != versions:
-        raise RuntimeError(
-            f"{setup.name}: a weight was modified in place between forward and backward; "
-            "run the backward before the optimizer's step"
-        )
+    require_versions(setup.name, weights if versions else (), versions)
 
 
 def input_gradient(
@@ -348,21 +346,29 @@ def weight_gradient(
     formats = (recipe.wgrad.left, recipe.wgrad.right)
     shape = (left.shape[0], right.shape[0], left.shape[1])
     backend = gemm_backend("grouped_wgrad", formats, shape, grad_output.device, setup)
-    if setup.fuse_wgrad and (out := main_grads(weights)):
+    if setup.fuse_wgrad and (out := main_grads(weights, setup)):
         backend.grouped_wgrad(left, right, offsets, out=out, accumulate=True)
         return mark_accumulated(weights, setup)
-    if setup.hides_wgrad:
-        raise RuntimeError(
-            f"{setup.name}: the weights had a main_grad each in the forward and have not in the backward; "
-            "take it away between steps only"
-        )
     grads = weights[0].new_empty(len(weights), *weights[0].shape)
     backend.grouped_wgrad(left, right, offsets, out=grads, accumulate=False)
     return grads
 
 
-def main_grads(weights: Sequence[Tensor]) -> list[Tensor] | None:
-    """Where to add the gradients, None unless every weight that trains has its own main_grad."""
+def main_grads(weights: Sequence[Tensor], setup: MatmulSetup) -> list[Tensor] | None:
+    """Where to add the gradients, None unless every weight that trains has its own main_grad.
+
+    RuntimeError where they had one in the forward and autograd was told of the first weight alone.
+    """
+    found = _main_grads(weights)
+    if found is None and setup.hides_wgrad:
+        raise RuntimeError(
+            f"{setup.name}: the weights had a main_grad each in the forward and have not in the backward; "
+            "take it away between steps only"
+        )
+    return found
+
+
+def _main_grads(weights: Sequence[Tensor]) -> list[Tensor] | None:
     training = [weight for weight in weights if weight.requires_grad]
     # A weight that stands for several experts has a sum of gradients, which autograd makes.
     is_tied = len(set(map(id, weights))) < len(weights)

@@ -81,14 +81,14 @@ def offsets_from_splits(splits: Sequence[int] | Tensor, device: torch.device | s
 def dense_offsets(num_rows: int, device: torch.device | str) -> Tensor:
     """Boundaries (2,) of one group that holds all rows, to be read only; nothing is copied from the host.
 
-    On a GPU a row of a table where it has one: a launch takes a tenth of a small product's time.
+    On a GPU a row of a table where it has one: a launch takes a tenth of a small product's time. The first
+    call waits until the table is there.
     """
     device = torch.device(device)
-    if device.type == "cuda" and num_rows < _TABLED_ROWS:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        # A table of a graph under capture would have no values before the graph's first replay.
-        if index in _tables or not torch.cuda.is_current_stream_capturing():
-            return _table(index)[num_rows]
+    if device.type == "cuda" and num_rows < _TABLED_ROWS and not torch.compiler.is_compiling():
+        table = _table(torch.cuda.current_device() if device.index is None else device.index)
+        if table is not None:
+            return table[num_rows]
     if num_rows == 0:
         return torch.zeros(2, dtype=torch.int64, device=device)
     return torch.arange(0, num_rows + 1, num_rows, device=device)
@@ -98,14 +98,20 @@ _TABLED_ROWS = 1 << 16
 _tables: dict[int, Tensor] = {}  # by GPU, kept: graphs have their addresses
 
 
-def _table(index: int) -> Tensor:
-    """Row n is (0, n)."""
+def _table(index: int) -> Tensor | None:
+    """Row n is (0, n); None while it cannot be made: a graph under capture would fill it when it is replayed,
+    and modes of torch that compute nothing have tensors of their own.
+    """
     if index not in _tables:
         with torch.inference_mode(False), torch.cuda.device(index):
+            if torch.cuda.is_current_stream_capturing():
+                return None
             ends = torch.arange(_TABLED_ROWS, device="cuda")
             table = torch.stack([torch.zeros_like(ends), ends], 1)
+            if type(table) is not Tensor:
+                return None
             torch.cuda.current_stream().synchronize()  # other streams read it too
-        _tables[index] = table
+        _tables.setdefault(index, table)  # of two threads' the first
     return _tables[index]
 
 

@@ -10,6 +10,7 @@ from .formats import (
     ForwardSpec,
     MXFP8Spec,
     NVFP4Spec,
+    depends_on_token_alone,
 )
 from .policy import ALIASES, LayerRule, Policy, get_recipe, load_config
 from .recipe import GROUPS, RECIPES, Operands, Recipe, format_needs
@@ -41,6 +42,7 @@ __all__ = [
     "Operands",
     "Policy",
     "Recipe",
+    "depends_on_token_alone",
     "describe",
     "describe_recipe",
     "environment_faults",

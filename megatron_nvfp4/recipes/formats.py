@@ -120,3 +120,8 @@ Format = BF16Spec | ForwardSpec | NVFP4Spec | MXFP8Spec | FloatSpec
 BF16 = BF16Spec()
 FORWARD = ForwardSpec()
 MXFP8 = MXFP8Spec()
+
+
+def depends_on_token_alone(spec: Format) -> bool:
+    """Whether rows are packed NVFP4 whose bits no other row changes, so that they can be gathered packed."""
+    return isinstance(spec, NVFP4Spec) and spec.outer == "token" and spec.rounding == "nearest"

@@ -195,7 +195,4 @@ def mix(x: Tensor, weights: Tensor, ids: Tensor, w13: Prepared, w2: Prepared) ->
 
     An id of -1 adds zero: of a row that pads a CUDA graph, or of an expert that another rank has.
     """
-    is_here = ids >= 0
-    # Behind the last expert's rows, where the product writes zeros.
-    ids = ids.where(is_here, w13.shape[0])
-    return run_experts(x, weights.float().where(is_here, 0.0), ids, w13, w2)[0]
+    return run_experts(x, weights.float(), ids, w13, w2)[0]

@@ -45,15 +45,18 @@ class _Order:
 
     @classmethod
     def of(cls, experts: Tensor, num_experts: int) -> "_Order":
-        """Ids of E or more are of experts that stand elsewhere."""
+        """Ids of -1, and of E or more, are of experts that stand elsewhere."""
         routing = dispatch.route(torch.where(experts < num_experts, experts, -1), num_experts)
         rows = routing.rows_of_token
         return cls(routing.token_of_row, routing.slot_of_row, rows, routing.offsets)
 
     def to_rows(self, weights: Tensor) -> Tensor:
         """Of weights (T, K) that of each row, anything for rows behind the last expert's."""
+        assert self.tokens.shape[0] == weights.numel(), "a row for each pair"
         of_rows = weights.new_empty(self.tokens.shape)
-        of_rows[self.places] = weights  # at -1, of pairs without a row, lies one behind the last expert's
+        of_rows[self.places] = (
+            weights  # -1, of a pair without a row, is the last, then behind all experts'
+        )
         return of_rows
 
 
@@ -97,7 +100,7 @@ def run_experts(
 ) -> tuple[Tensor, Tensor, _Order]:
     """`experts` of prepared weights, no checks, no gradient: the result, FC1's output, the order of rows.
 
-    An id of E, of an expert that stands elsewhere, adds zero.
+    An id of -1, or of E or more, of an expert that stands elsewhere, adds zero.
     """
     order = _Order.of(ids, w13.shape[0])
     rows = dispatch.gather_rows(w13.rows_of(x), order.tokens)

@@ -6,7 +6,6 @@ NVFP4 codes, as the sampler plugin does; the backward is that of the unquantised
 through).
 """
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
@@ -21,11 +20,11 @@ from megatron_nvfp4.backends.packed import PackedWeights
 from megatron_nvfp4.quant import QuantizedTensor
 from megatron_nvfp4.quant.layout import dense_offsets
 from megatron_nvfp4.quant.nvfp4 import decode_scale, encode_scale
-from megatron_nvfp4.recipes import BF16, FORWARD, Format, Operands
+from megatron_nvfp4.quant.tensor_versions import require_versions, versions_of
+from megatron_nvfp4.recipes import BF16, FORWARD, Format, Operands, depends_on_token_alone
 
 UNQUANTIZED = Operands()
 UNIT = 8  # of the kernels' output columns
-_VERSION = operator.attrgetter("_version")
 
 
 def linear(x: Tensor, weight: "Tensor | Weights", operands: Operands = UNQUANTIZED) -> Tensor:
@@ -119,7 +118,7 @@ class Prepared:
         Rows may then be picked of the result, which is smaller, and one of several uses is quantised once.
         """
         left = self.operands.left
-        return _quantized(x, left, None) if getattr(left, "outer", None) == "token" else x
+        return _quantized(x, left, None) if depends_on_token_alone(left) else x
 
     def times(
         self,
@@ -225,10 +224,11 @@ class Weights:
 
     def first_rows(self, num_rows: int) -> "Weights":
         """Of one matrix the rows before `num_rows`."""
+        assert len(self.matrices) == 1, "rows of one matrix"
         return Weights(self.tensors, self.matrices[0][:num_rows][None], self.store)
 
     def prepared(self, operands: Operands) -> Prepared:
-        """As the forward product reads them, made once for their present values."""
+        """As the forward product reads them, made once for their present versions."""
         key = (operands, self.versions())
         if key not in self._kept:
             self._kept.clear()
@@ -236,16 +236,12 @@ class Weights:
         return self._kept[key]
 
     def versions(self) -> tuple[int, ...]:
-        """What changes with the values, unless they are written through `.data`."""
-        return tuple(map(_VERSION, self.tensors))
+        """quant.tensor_versions.versions_of the tensors."""
+        return tuple(versions_of(self.tensors))
 
     def check(self, versions: tuple[int, ...]) -> None:
         """RuntimeError in a backward whose forward saw other versions."""
-        if self.versions() != versions:
-            raise RuntimeError(
-                f"deterministic: weights {self.shape} were modified in place between forward and backward; "
-                "run the backward before the optimizer's step"
-            )
+        require_versions(f"deterministic: weights {self.shape}", self.tensors, versions)
 
 
 def _shape_of(matrices: Matrices) -> tuple[int, int, int]:
