@@ -107,6 +107,18 @@ def test_two_ranks_of_the_learner_are_those_of_the_sampler():
 # --- parity ---------------------------------------------------------------------------------------
 
 
+def test_widths_and_models_that_a_profile_does_not_multiply():
+    # Prevents: a layer's first product that fails without its name, and NVFP4 that quantises nothing.
+    texts = faults(NVFP4, replace(FACTS, num_experts=0, hidden_size=72, mlp_width=40))
+    assert [text.split(":")[0] for text in texts] == [
+        "a model without experts",
+        "hidden size of 72",
+        "MLP width of 40",
+    ]
+    assert faults(BF16, replace(FACTS, num_experts=0, hidden_size=72, mlp_width=40)) == []
+    assert "multiples of 8 in BF16" in faults(BF16, replace(FACTS, hidden_size=68))[0]
+
+
 def _pair(shape=(2, 3)):
     tokens = torch.arange(6).view(shape)
     logprobs = -torch.arange(1.0, 7.0).view(shape)
@@ -140,6 +152,21 @@ def test_masked_tokens_do_not_count():
     parity.check_parity(tokens, sampler, learner, mask)
     with pytest.raises(parity.ParityError, match="lets no token through"):
         parity.check_parity(tokens, sampler, learner, torch.zeros_like(mask))
+
+
+def test_sequences_of_unequal_length_are_compared_as_they_come():
+    # Prevents: a caller who pads by hand, and a padding that counts.
+    tokens, sampler = [[5, 6, 7], [8]], [[-1.0, -2.5, -0.5], [-3.0]]
+    learner = [torch.tensor(row, requires_grad=True) for row in sampler]
+    parity.check_parity(tokens, sampler, learner)
+    sampler[0][1] = -2.25
+    with pytest.raises(parity.ParityError, match=r"sequence 0, token 1 \(id 6\).* 1 of 4 tokens"):
+        parity.check_parity(tokens, sampler, learner)
+    parity.check_parity(tokens, sampler, learner, [[True, False, True], [True]])
+    with pytest.raises(
+        ValueError, match=r"sampler_logprobs are \[\(3,\)\], of tokens \[\(3,\), \(1,\)\]"
+    ):
+        parity.check_parity(tokens, sampler[:1], learner)
 
 
 def test_nan_is_no_parity():

@@ -23,6 +23,7 @@ def _model(
     fuse: bool = True,
     ddp: bool = False,
     distributed: bool = False,
+    reduce_in_fp32: bool = True,
     **changes,
 ):
     """A GPTModel with the profile, far from uniform probabilities, and what Megatron wraps around it."""
@@ -44,7 +45,7 @@ def _model(
     if not ddp:
         return model, model
     settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
+        grad_reduce_in_fp32=reduce_in_fp32, use_distributed_optimizer=distributed
     )
     wrapped = DistributedDataParallel(config, settings, model)
     wrapped.zero_grad_buffer()
@@ -212,6 +213,84 @@ def check_nvfp4_is_prepared_once_a_step(folder: Path) -> None:
     assert not torch.equal(*seen)
 
 
+def check_changes_within_a_step(folder: Path) -> None:
+    """Prevents: a forward kept although a layer was replaced, or gradients withheld from what trains."""
+    import torch
+
+    from megatron_nvfp4.mcore.layer_numerics import reset_first_microbatch
+
+    model, wrapped = _model("moe_grouped", ddp=True)
+    reset_first_microbatch(model)
+    named = dict(model.named_parameters())
+    name = next(n for n in named if "layers.0" in n and n.endswith("linear_fc1.weight0"))
+    _backward(wrapped, 0)
+    before = {n: p.main_grad.clone() for n, p in named.items()}
+    named[name].requires_grad_(False)
+    _backward(wrapped, 1)
+    second = _main_grads("moe_grouped", 1)
+    for other, parameter in named.items():
+        added = 0 if other == name else second[other]
+        assert torch.equal(parameter.main_grad, before[other] + added), other
+
+    model, _ = _model("dense")
+    tokens, labels = padded()
+    reset_first_microbatch(model)
+    first = model(tokens, None, None, labels=labels).detach()
+    model.decoder.layers[1] = model.decoder.layers[0]
+    assert not torch.equal(model(tokens, None, None, labels=labels), first)
+
+
+def check_portions_of_the_head(folder: Path) -> None:
+    """Prevents: a main_grad in BF16 that is rounded once for every portion of the tokens."""
+    import torch
+
+    from megatron_nvfp4.deterministic.ops import logprobs
+
+    whole = _main_grads("dense", 0)["output_layer.weight"]
+    for in_fp32, tolerance in ((True, 2**-20), (False, 2**-8)):
+        with mock.patch.object(logprobs, "PORTION", 8 * 256):
+            grads = _main_grads("dense", 0, reduce_in_fp32=in_fp32)["output_layer.weight"]
+        assert grads.dtype == (torch.float32 if in_fp32 else torch.bfloat16)
+        # One rounding to BF16, or sums of FP32 in another order.
+        atol = 2**-20 * float(whole.abs().max())
+        torch.testing.assert_close(grads.float(), whole, rtol=tolerance, atol=atol)
+
+
+def check_main_grad_taken_away(folder: Path) -> None:
+    """Prevents: an attribute of None that is written to, or experts that lose their gradients."""
+    import pytest
+
+    for absent in (lambda p: setattr(p, "main_grad", None), lambda p: delattr(p, "main_grad")):
+        with _awaited(False):
+            model, wrapped = _model("moe_grouped", ddp=True)
+            tokens, labels = padded()
+            losses = wrapped(tokens, None, None, labels=labels)
+        for parameter in model.parameters():
+            absent(parameter)
+        with pytest.raises(RuntimeError, match="main_grad each in the forward and have not"):
+            losses.mean().backward()
+
+
+def check_experts_that_are_one_parameter(folder: Path) -> None:
+    """Prevents: a shared expert that is not found, or whose gradient is one of its two."""
+    import torch
+
+    sides = []
+    for is_shared in (True, False):
+        model, _ = _model("moe_grouped", fuse=False)
+        for layer in model.decoder.layers:
+            for fc in (layer.mlp.experts.linear_fc1, layer.mlp.experts.linear_fc2):
+                if is_shared:
+                    fc.weight1 = fc.weight0
+                else:
+                    fc.weight1.data.copy_(fc.weight0)
+        _backward(model, 0)
+        fc = model.decoder.layers[0].mlp.experts.linear_fc2
+        sides.append(fc.weight0.grad.float())
+    apart = sides[1] + fc.weight1.grad.float()
+    torch.testing.assert_close(sides[0], apart, rtol=2**-7, atol=2**-8 * float(apart.abs().max()))
+
+
 def check_inference_mode(folder: Path) -> None:
     """Prevents: evaluation refused because copies made under inference_mode have no versions."""
     import torch
@@ -267,6 +346,10 @@ WORLDS = {
             check_hidden_gradients,
             check_frozen_experts_get_nothing,
             check_nvfp4_is_prepared_once_a_step,
+            check_changes_within_a_step,
+            check_portions_of_the_head,
+            check_main_grad_taken_away,
+            check_experts_that_are_one_parameter,
             check_inference_mode,
             check_weights_changed_before_the_backward,
             check_padding_of_the_head,

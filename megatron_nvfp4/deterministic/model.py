@@ -184,6 +184,7 @@ def run_facts(
         num_kv_heads=config["num_key_value_heads"],
         head_dim=config["head_dim"],
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        hidden_size=config["hidden_size"],
         mlp_width=config["moe_intermediate_size" if num_experts else "intermediate_size"],
         num_experts=num_experts,
         dense_width=config["intermediate_size"] if _has_both_kinds(config) else None,
@@ -318,11 +319,7 @@ class Model:
 
         Values are those of BF16 where the profile's log-probabilities are.
         """
-        if not responses:
-            raise ValueError("logprobs: no sequences; give at least one prompt and its response")
-        for number, response in enumerate(responses):
-            if not response:
-                raise ValueError(f"logprobs: response {number} is empty; leave the sequence out")
+        self._check_sequences(prompts, responses)
         device = self.embedding.device
         rows = [[*p, *r[:-1]] for p, r in zip(prompts, responses, strict=True)]
         batch = PackedBatch.of([len(p) for p in prompts], [len(r) for r in rows], device)
@@ -334,6 +331,30 @@ class Model:
         targets = torch.tensor([t for r in responses for t in r]).to(device)
         result = self.score(h[scored.to(device)], targets, temperature)
         return list(record("logprobs", result).split(lengths))
+
+    def _check_sequences(
+        self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+    ) -> None:
+        if not responses or len(prompts) != len(responses):
+            raise ValueError(
+                f"logprobs: {len(prompts)} prompts and {len(responses)} responses; give as many of each, and "
+                "at least one"
+            )
+        for number, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            if not response:
+                raise ValueError(f"logprobs: response {number} is empty; leave the sequence out")
+            outside = next((t for t in (*prompt, *response) if not 0 <= t < self.vocab_size), None)
+            if outside is not None:
+                raise ValueError(
+                    f"logprobs: token {outside} of sequence {number} is outside the vocabulary of "
+                    f"{self.vocab_size}"
+                )
+            length = len(prompt) + len(response) - 1
+            if length > len(self.table):
+                raise ValueError(
+                    f"logprobs: sequence {number} has {length} positions of {len(self.table)}; raise "
+                    "max_position_embeddings in the config"
+                )
 
     def score(self, hidden: Tensor, tokens: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
         """Log-probability, FP32 (M,), of tokens int64 (M,) after hidden BF16 (M, H); see token_logprobs."""

@@ -6,13 +6,16 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+Rows = Sequence[Tensor | Sequence]
 
 _captured: ContextVar[dict[str, Tensor] | None] = ContextVar("captured", default=None)
 
@@ -26,15 +29,22 @@ class ParityError(RuntimeError):
 
 
 def check_parity(
-    tokens: Tensor, sampler_logprobs: Tensor, learner_logprobs: Tensor, mask: Tensor | None = None
+    tokens: Tensor | Rows,
+    sampler_logprobs: Tensor | Rows,
+    learner_logprobs: Tensor | Rows,
+    mask: Tensor | Rows | None = None,
 ) -> None:
     """Returns where both log-probabilities of all tokens are the same number, else raises ParityError.
 
     tokens: integers (B, T); log-probabilities FP32 (B, T); mask: bool (B, T), True where a token
-    counts, None for all. A NaN, or a mask that lets nothing through, is a difference. Waits for the
-    GPU. Raises ValueError for other shapes or dtypes: a sampler that reports BF16 proves nothing at
-    FP32.
+    counts, None for all. Or of each a list of B sequences (T_b,), tensors or lists, as Model.logprobs
+    returns them. A NaN, or a mask that lets nothing through, is a difference. Waits for the GPU. Raises
+    ValueError for other shapes or dtypes: a sampler that reports BF16 proves nothing at FP32.
     """
+    given = {"tokens": tokens, "sampler_logprobs": sampler_logprobs}
+    given |= {"learner_logprobs": learner_logprobs} | ({} if mask is None else {"mask": mask})
+    if not all(isinstance(each, Tensor) for each in given.values()):
+        tokens, sampler_logprobs, learner_logprobs, mask = _padded(given)
     mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
     _check(tokens, sampler_logprobs, learner_logprobs, mask)
     sampler, learner, mask = (t.detach().cpu() for t in (sampler_logprobs, learner_logprobs, mask))
@@ -57,6 +67,24 @@ def check_parity(
         token,
         num_unequal,
     )
+
+
+def _padded(given: Mapping[str, Tensor | Rows]) -> list[Tensor]:
+    """Tensors (B, T) of sequences, and the mask, which leaves the padding out."""
+    rows = {
+        name: [torch.as_tensor(row).detach().cpu() for row in each] for name, each in given.items()
+    }
+    shapes = {name: [tuple(row.shape) for row in each] for name, each in rows.items()}
+    wanted = shapes["tokens"]
+    wrong = next((name for name, found in shapes.items() if found != wanted), None)
+    if wrong or any(len(shape) != 1 for shape in wanted):
+        name = wrong or "tokens"
+        raise ValueError(
+            f"check_parity: sequences of {name} are {shapes[name][:4]}, of tokens {wanted[:4]}, ...; give a "
+            "value for each token"
+        )
+    masks = rows.pop("mask", None) or [torch.ones_like(row, dtype=bool) for row in rows["tokens"]]
+    return [pad_sequence(each, batch_first=True) for each in (*rows.values(), masks)]
 
 
 def _check(tokens: Tensor, sampler: Tensor, learner: Tensor, mask: Tensor) -> None:

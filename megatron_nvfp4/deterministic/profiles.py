@@ -125,7 +125,8 @@ class RunFacts:
     """What a profile has to know of a run. Defaults are those of a run that honours every profile.
 
     capability: the GPU's, None where it is not known yet.
-    mlp_width: of the MLP or of one expert, num_experts: 0 without; None where they are not known.
+    mlp_width: of the MLP or of one expert, num_experts: 0 without; None where they, or the hidden size, are
+        not known.
     dense_width: of the MLP of layers without experts, None where all have them, or none.
     sampler: the ranks of the sampler, whose shares the learner computes; the parallel sizes are the
         learner's own, expert_tensor_parallel None where experts are cut as the rest. router_dtype:
@@ -138,6 +139,7 @@ class RunFacts:
     num_kv_heads: int
     head_dim: int
     capability: tuple[int, int] | None = None
+    hidden_size: int | None = None
     mlp_width: int | None = None
     num_experts: int | None = None
     dense_width: int | None = None
@@ -164,6 +166,7 @@ def faults(profile: Profile, facts: RunFacts) -> list[str]:
     """Every reason why the run cannot honour the profile, each with its remedy; empty where it can."""
     return [
         *_model_faults(profile, facts),
+        *_product_faults(profile, facts),
         *_parallel_faults(facts),
         *_share_faults(facts),
         *_setting_faults(profile, facts),
@@ -241,6 +244,25 @@ def _model_faults(profile: Profile, facts: RunFacts) -> list[str]:
         found.append("a sliding window: the attention operators have none; turn it off")
     if facts.rope_scaling:
         found.append("scaled rope: the operator has the plain formula; turn rope scaling off")
+    return found
+
+
+def _product_faults(profile: Profile, facts: RunFacts) -> list[str]:
+    """Widths that the products do not take, and a profile that would quantise nothing."""
+    is_quantised = {profile.dense, profile.experts} != {UNQUANTIZED}
+    found = []
+    if is_quantised and profile.dense == UNQUANTIZED and facts.num_experts == 0:
+        found.append(
+            f"a model without experts: {profile.name} quantises experts alone; use sglang_det_bf16, or "
+            "layers of experts"
+        )
+    unit = STEP if is_quantised else STEP // 2
+    for name, width in (("hidden size", facts.hidden_size), ("MLP width", facts.mlp_width)):
+        if width is not None and width % unit:
+            found.append(
+                f"{name} of {width}: products take multiples of {unit} in "
+                f"{'NVFP4' if is_quantised else 'BF16'}; use a model that has one"
+            )
     return found
 
 

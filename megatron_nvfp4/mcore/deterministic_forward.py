@@ -120,6 +120,7 @@ def build(
     config = model.config
     described = {
         "model_type": _model_type(config),
+        "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_query_groups,
@@ -163,6 +164,7 @@ def run_facts(
         num_kv_heads=config.num_query_groups,
         head_dim=config.kv_channels,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        hidden_size=config.hidden_size,
         mlp_width=config.moe_ffn_hidden_size if config.num_moe_experts else config.ffn_hidden_size,
         num_experts=config.num_moe_experts or 0,
         dense_width=config.ffn_hidden_size if has_both else None,

@@ -178,16 +178,18 @@ class _Kept:
         self.num_positions, self.forward = num_positions, forward
         # Walking through the modules takes longer than looking at their parameters.
         self._modules = [module for module in model.modules() if module._parameters]
+        self._layers = model.decoder.layers
         self.key = self.present()
 
-    def present(self) -> list[tuple[int, int, int]]:
-        """What changes with the parameters: objects, memory, versions."""
-        return [
-            (id(parameter), parameter.data_ptr(), parameter._version)
+    def present(self) -> list[tuple]:
+        """What changes with the layers and their parameters: objects, memory, versions, who trains."""
+        parameters = [
+            (id(parameter), parameter.data_ptr(), parameter._version, parameter.requires_grad)
             for module in self._modules
             for parameter in module._parameters.values()
             if parameter is not None
         ]
+        return [*((id(layer),) for layer in self._layers), *parameters]
 
 
 class DeterministicForward:

@@ -90,7 +90,7 @@ def _by_layer(model: torch.nn.Module) -> tuple[dict[str, Tensor], list[dict[str,
     """Parameters outside of the layers, and those of each layer by their names in it."""
     outside: dict[str, Tensor] = {}
     layers: list[dict[str, Tensor]] = [{} for _ in range(model.config.num_layers)]
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         number, _, rest = name.removeprefix(_LAYERS).partition(".")
         if name.startswith(_LAYERS):
             layers[int(number)][rest] = parameter

@@ -372,7 +372,7 @@ def _main_grads(weights: Sequence[Tensor]) -> list[Tensor] | None:
     training = [weight for weight in weights if weight.requires_grad]
     # A weight that stands for several experts has a sum of gradients, which autograd makes.
     is_tied = len(set(map(id, weights))) < len(weights)
-    if is_tied or not all(hasattr(weight, "main_grad") for weight in training):
+    if is_tied or any(getattr(weight, "main_grad", None) is None for weight in training):
         return None
     if len(training) == len(weights):
         return [weight.main_grad for weight in weights]

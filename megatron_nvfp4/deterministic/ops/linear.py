@@ -249,7 +249,8 @@ def _shape_of(matrices: Matrices) -> tuple[int, int, int]:
 
 
 class GradientSum:
-    """The gradient of Weights as a sum of one product or more, in FP32 between them.
+    """The gradient of Weights as a sum of one product or more, in FP32 between them, which a store in BF16
+    gets at the end.
 
     needs: for which of the leaves autograd asks; of none, nothing is computed.
     """
@@ -261,10 +262,14 @@ class GradientSum:
         store, (num_groups, num_rows, num_cols) = weights.store, weights.shape
         first = weights.tensors[0]
         is_cut = num_rows < first.shape[-2]
-        targets = None if store is None else store.targets()
-        self._is_stored = targets is not None
-        if targets is not None:
-            self._out = [t[:num_rows] for t in targets] if is_cut else targets
+        self._targets = None if store is None else store.targets()
+        if self._targets is not None and is_cut:
+            self._targets = [target[:num_rows] for target in self._targets]
+        self._is_stored = self._targets is not None and (
+            num_products == 1 or self._targets[0].dtype == torch.float32
+        )
+        if self._is_stored:
+            self._out = self._targets
             return
         dtype = first.dtype if num_products == 1 else torch.float32
         shape = (num_groups, first.shape[-2], num_cols)
@@ -291,7 +296,10 @@ class GradientSum:
         leaves = self._weights.leaves
         if not self._is_needed:
             return [None] * len(leaves)
-        if self._is_stored:
+        if self._targets is not None:
+            if not self._is_stored:
+                for target, total in zip(self._targets, self._out, strict=True):
+                    target.add_(total)
             return [*self._weights.store.added()]
         grads = self._memory.to(leaves[0].dtype)
         return [grads.view(leaves[0].shape)] if len(leaves) == 1 else grads.unbind()
