@@ -298,7 +298,7 @@ def _diagnose(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    if options.sampler:
+    if options.sampler or options.profile or options.sampler_ranks:
         from megatron_nvfp4.cli.sampler import examine_sampler
 
         return examine_sampler(

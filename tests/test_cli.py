@@ -51,9 +51,10 @@ def test_recipes_and_describe_need_no_torch(verb, block):
     done = _run(verb, block=block)
     assert (done.returncode, done.stderr) == (0, "")
     assert "nvfp4_per_token" in done.stdout
+    assert _run("describe", "sglang_det_bf16", block=block).returncode == 0
     data = json.loads(_run(verb, "--json", block=block).stdout)
     assert data == (
-        {"recipes": data["recipes"], "aliases": ALIASES}
+        {"recipes": data["recipes"], "aliases": ALIASES, "profiles": data["profiles"]}
         if verb == "recipes"
         else describe(resolve(environ={}), {})
         | {"foreign_environment": data["foreign_environment"]}

@@ -296,7 +296,7 @@ def test_a_launch_command_as_text():
 def test_the_documents_command_agrees():
     # Prevents: a launch command in the documents that their own check does not take.
     text = (Path(__file__).parents[1] / "docs" / "deterministic.md").read_text()
-    start = text.index("    SGLANG_ENABLE_JIT_DEEPGEMM=0 SGLANG")
+    start = text.index("    export SGLANG_ENABLE_JIT_DEEPGEMM=0 SGLANG")
     command = text[start : text.index("\n\n", start)]
     assert sampler_faults(NVFP4, SamplerSettings.parse(command)) == []
 
@@ -360,9 +360,9 @@ def test_a_sampler_that_agrees():
     [
         (BF16, "--enable-deterministic-inference", "", "--enable-deterministic-inference is not"),
         (BF16, "-backend triton", "-backend flashinfer", "give triton or fa3"),
-        (BF16, " --attention-backend triton", "", "--attention-backend=None"),
+        (BF16, " --attention-backend triton", "", "--attention-backend is not given"),
         (BF16, "SGLANG_ENABLE_JIT_DEEPGEMM=0", "", "set SGLANG_ENABLE_JIT_DEEPGEMM=0"),
-        (BF16, "MM_DEEPGEMM=0", "MM_DEEPGEMM=1", "MM_DEEPGEMM is not 0"),
+        (BF16, "MM_DEEPGEMM=0", "MM_DEEPGEMM=1", "MM_DEEPGEMM is '1' (line 3)"),
         (BF16, "triton\n", "triton --dtype float16\n", "--dtype=float16"),
         (BF16, "triton\n", "triton --tp-size 2\nNCCL_ALGO=allreduce:tree\n", "learner computes"),
         (BF16, "triton\n", "triton --ep-size=2\n", "a sampler of tp1ep2"),
@@ -396,6 +396,8 @@ def test_a_setting_that_changes_the_samplers_bits(profile, old, new, words):
         ("deterministic_attention: fa9", "attention=fa9: its order is unknown"),
         ("deterministic_sampler: foo", "'foo' names no ranks"),
         ("deterministic_sampler: tp4", "a sampler of 4 ranks"),
+        ("recipe: nvfp4_per_token", "recipe of the policy: the profile says what is quantised"),
+        ("layers: [{layer_numbers: [1], recipe: mxfp8}]", "layers of the policy: the profile"),
     ],
 )
 def test_names_of_a_policy_are_checked_before_a_run(tmp_path, capsys, verb, settings, words):
@@ -405,14 +407,6 @@ def test_names_of_a_policy_are_checked_before_a_run(tmp_path, capsys, verb, sett
     file.write_text(f"{profile}{settings}\n")
     assert main([verb, "--config", str(file)]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_a_described_policy_names_its_profile(tmp_path, capsys):
-    # Prevents: a check of names that refuses a policy which can run.
-    file = tmp_path / "policy.yaml"
-    file.write_text(f"deterministic: {NVFP4.name}\ndeterministic_sampler: tp2ep2\n")
-    assert main(["describe", "--config", str(file)]) == 0
-    assert f"profile {NVFP4.name}, triton attention, a sampler of tp2ep2" in capsys.readouterr().out
 
 
 def test_doctor_reads_a_samplers_settings(tmp_path, capsys):
@@ -429,6 +423,11 @@ def test_doctor_reads_a_samplers_settings(tmp_path, capsys):
     assert main(["doctor", "--sampler", str(file), "--profile", "sglang"]) == 2
     assert "cannot be run; use one of sglang_det_bf16" in capsys.readouterr().err
     assert main(["doctor", "--sampler", str(tmp_path / "absent")]) == 2
+    for option in (["--profile", "foo"], ["--sampler-ranks", "tp2"]):
+        assert main(["doctor", *option]) == 2
+        said = capsys.readouterr().err
+        assert f"doctor {' '.join(option)}: says what a sampler must compute" in said
+        assert "by --sampler FILE" in said
 
 
 def test_doctor_compares_a_sampler_with_the_policys_learner(tmp_path, capsys):
@@ -450,11 +449,3 @@ def test_doctor_compares_a_sampler_with_the_policys_learner(tmp_path, capsys):
     assert examine_sampler(sampler, config=policy) == 0
     wanted = "--minite-deterministic sglang_det_bf16 --minite-deterministic-attention triton"
     assert wanted in capsys.readouterr().out
-
-
-def test_a_profile_is_no_recipe():
-    # Prevents: a profile's name called unknown, where it is one of another kind.
-    from megatron_nvfp4.cli.show import show_policy
-
-    with pytest.raises(ValueError, match="sglang_det_bf16 is a profile of the deterministic mode"):
-        show_policy("sglang_det_bf16", None, as_json=False)

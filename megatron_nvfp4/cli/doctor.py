@@ -40,23 +40,30 @@ def examine(
     as_json: bool = False,
     verbose: bool = False,
 ) -> int:
-    """Print the report; 0 only if each recipe of the policy can run and no claim failed, else 1.
+    """Print the report; 0 only if each recipe of the policy, or its profile, can run and no claim failed.
 
     recipe, config: explicit selectors or None; ValueError for faults in them.
     device: "auto" (a GPU if there is one), "cpu" or "cuda".
     """
+    from megatron_nvfp4.deterministic.profiles import PROFILES, require_names
+
+    if recipe in PROFILES:
+        raise ValueError(
+            f"{recipe} is a profile of the deterministic mode, not a recipe; give a policy file of "
+            f"`deterministic: {recipe}` by --config"
+        )
     faults = environment_faults()
     policy = None if faults else resolve(recipe, config)
     if policy:
-        from megatron_nvfp4.deterministic.profiles import require_names
-
         require_names(policy)
     checks = [Check(name="environment", status="fail", detail=fault) for fault in faults]
     checks += software_checks(verbose)
     target, device_checks = _device_checks(device)
     checks += device_checks
     reports = []
-    if policy and target:
+    if policy and target and policy.deterministic is not None:
+        reports = [_profile_report(policy, target, verbose)]
+    elif policy and target:
         from megatron_nvfp4.modules.params import QLinearParams
 
         reports = [
@@ -72,7 +79,8 @@ def examine(
     notes = sampler_notes(policy) if policy else []
     if as_json:
         found = {"ok": ok, "checks": [asdict(check) for check in checks]}
-        print(json.dumps({**found, "recipes": reports, "notes": notes}, indent=2))
+        kind = "profiles" if policy and policy.deterministic is not None else "recipes"
+        print(json.dumps({**found, "recipes": [], kind: reports, "notes": notes}, indent=2))
     else:
         print("\n".join(_lines(checks, reports, notes, ok, verbose)))
     return 0 if ok else 1
@@ -184,8 +192,31 @@ def _recipe_report(params, target, verbose: bool) -> dict:
     }
 
 
+def _profile_report(policy: Policy, target, verbose: bool) -> dict:
+    """Run a small model by the policy's profile; plain data."""
+    from megatron_nvfp4.cli.probes import probe_profile
+    from megatron_nvfp4.deterministic.profiles import PROFILES
+
+    profile = PROFILES[policy.deterministic]
+    attention, ranks = policy.deterministic_attention, policy.deterministic_sampler
+    status, detail = probe_profile(profile, attention, ranks, target, verbose=verbose)
+    return {
+        "profile": profile.name,
+        "attention": attention,
+        "sampler": ranks,
+        "device": str(target),
+        "runs": status == "ok",
+        "why_not": detail or None,
+        "failed": int(status == "failed"),
+    }
+
+
 def sampler_notes(policy: Policy) -> list[str]:
-    """What a sampler must be told to compute the same bits, by the recipes of the policy."""
+    """What a sampler must be told to compute the same bits, by the profile or the recipes of the policy."""
+    if policy.deterministic is not None:
+        return [
+            "the sampler's settings were not looked at; ask --sampler FILE, with the same --config"
+        ]
     notes = []
     nvfp4 = {
         spec
@@ -234,6 +265,9 @@ def _lines(
 ) -> list[str]:
     lines = [f"{_MARKS[check.status]} {check.name}: {check.detail}" for check in checks]
     for report in reports:
+        if "profile" in report:
+            lines += ["", *_profile_lines(report)]
+            continue
         title = f"recipe {report['recipe']}, backward {report['backward']}, on {report['device']}"
         lines += ["", title, *_backend_lines(report["paths"], verbose)]
         why_not = (report["why_not"] or "").replace("\n", "\n    ")
@@ -241,6 +275,17 @@ def _lines(
     if notes:
         lines += ["", "notes", *(f"  - {note}" for note in notes)]
     return [*lines, "", f"doctor: {'ok' if ok else 'FAILED'}"]
+
+
+def _profile_lines(report: dict) -> list[str]:
+    title = "profile {profile}, {attention} attention, a sampler of {sampler}, on {device}"
+    why_not = (report["why_not"] or "").replace("\n", "\n    ")
+    verdict = f"  claimed, failed: {why_not}" if report["failed"] else f"  cannot run: {why_not}"
+    if report["runs"]:
+        verdict = "  can run: forward and backward of a small model, bits not compared"
+        if report["device"] == "cpu":
+            verdict += "; on a CPU its formulas run in torch, no sampler has these bits"
+    return [title.format(**report), verdict]
 
 
 def _backend_lines(rows: list[dict], verbose: bool) -> list[str]:

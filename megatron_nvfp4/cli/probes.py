@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_nvfp4 import backends
 from megatron_nvfp4.backends.reference import decode_fp64, row_scale
+from megatron_nvfp4.deterministic.profiles import Profile
 from megatron_nvfp4.modules.params import QLinearParams
 from megatron_nvfp4.recipes import BF16, FORWARD, Format
 
@@ -88,6 +89,80 @@ def probe(path: Path, device: torch.device, *, verbose: bool = False) -> list[Ou
                 )
             )
     return outcomes
+
+
+def probe_profile(
+    profile: Profile, attention: str, sampler: str, device: torch.device, *, verbose: bool = False
+) -> tuple[str, str]:
+    """Forward and backward of one layer by a deterministic profile: (status, detail) as an Outcome has them.
+
+    "no" where the profile cannot be honoured on the device. Bits are compared with nothing.
+    """
+    from megatron_nvfp4.deterministic.model import Model
+
+    config, weights = _small_model(profile, device)
+    try:
+        try:
+            model = Model(weights, config, profile, attention_kind=attention, sampler=sampler)
+        except ValueError as error:
+            return "no", str(error)
+        prompts, responses = [[1, 2, 3], [4]], [[5, 6], [7, 8, 9]]
+        logprobs = torch.cat(model.logprobs(prompts, responses))
+        logprobs.sum().backward()
+        gradients = [weight.grad for weight in weights.values() if weight.grad is not None]
+        if not all(bool(t.isfinite().all()) for t in (logprobs, *gradients)):
+            raise RuntimeError("log-probabilities or gradients that are not finite")
+    except Exception as error:  # whatever a claimed profile raises is the finding
+        text = traceback.format_exc() if verbose else f"{type(error).__name__}: {error}"
+        return "failed", text.strip()
+    return "ok", ""
+
+
+def _small_model(profile: Profile, device: torch.device) -> tuple[dict, dict[str, Tensor]]:
+    """One random layer that the profile computes: a Hugging Face config, and BF16 weights by its names."""
+    has_experts = "qwen3_moe" in profile.families
+    hidden, width, heads, key_heads, size, num_experts, vocab = 128, 64, 4, 2, 64, 4, 128
+    config = {
+        "model_type": "qwen3_moe" if has_experts else "qwen3",
+        "num_hidden_layers": 1,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "head_dim": size,
+        "intermediate_size": width,
+        "vocab_size": vocab,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+    }
+    mlps = ["mlp."]
+    if has_experts:
+        mlps = [f"mlp.experts.{expert}." for expert in range(num_experts)]
+        config |= {"num_experts": num_experts, "num_experts_per_tok": 2}
+        config |= {"moe_intermediate_size": width, "norm_topk_prob": True}
+    layer = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_norm": (size,),
+        "self_attn.k_norm": (size,),
+        "self_attn.q_proj": (heads * size, hidden),
+        "self_attn.k_proj": (key_heads * size, hidden),
+        "self_attn.v_proj": (key_heads * size, hidden),
+        "self_attn.o_proj": (hidden, heads * size),
+        **({"mlp.gate": (num_experts, hidden)} if has_experts else {}),
+        **{f"{mlp}{name}_proj": (width, hidden) for mlp in mlps for name in ("gate", "up")},
+        **{f"{mlp}down_proj": (hidden, width) for mlp in mlps},
+    }
+    outside = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden)}
+    shapes = {**outside, "model.norm": (hidden,)}
+    shapes |= {f"model.layers.0.{name}": shape for name, shape in layer.items()}
+    generator = torch.Generator().manual_seed(SEED)
+    weights = {}
+    for name, shape in shapes.items():
+        x = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        x = 1 + x if len(shape) == 1 else x
+        weights[f"{name}.weight"] = x.to(device, torch.bfloat16).requires_grad_()
+    return config, weights
 
 
 def _attempt(

@@ -12,6 +12,9 @@ from megatron_nvfp4.recipes import RECIPES, Operands, Policy
 
 TREE = "allreduce:tree"  # what SGLang sets NCCL_ALGO to in deterministic mode
 UNQUANTIZED = Operands()
+BESIDE_PROFILE = "the deterministic profile"  # the source of the recipe of layers that it computes
+# Settings of a policy that say what is quantised, beside its rules.
+_RECIPE_SETTINGS = ("recipe", "shared_experts", "last_layers_bf16", "disable_backward_quant")
 # Products walk K in steps of 16 and NVFP4 has blocks of 16: a rank's share of a width is whole steps.
 STEP = 16
 
@@ -194,7 +197,9 @@ def _named(name: str) -> Profile:
 
 
 def require_names(policy: Policy) -> None:
-    """ValueError where a policy names a profile, an attention or ranks that no run can honour."""
+    """ValueError where a policy names a profile, an attention, ranks or a recipe beside it that no run can
+    honour.
+    """
     if policy.deterministic is None:
         return
     profile = _named(policy.deterministic)
@@ -202,10 +207,23 @@ def require_names(policy: Policy) -> None:
         *_missing_faults(profile),
         *_attention_faults(profile, policy.deterministic_attention),
         *sampler_rank_faults(SamplerRanks.parse(policy.deterministic_sampler)),
+        *recipe_faults(policy, profile),
     ]
     if reasons:
         listed = "\n".join(f"  - {reason}" for reason in reasons)
         raise ValueError(f"deterministic: no run can honour {profile.name}:\n{listed}")
+
+
+def recipe_faults(policy: Policy, profile: Profile) -> list[str]:
+    """Settings of the policy that say something else than the profile about what is quantised."""
+    unchosen = ("default", BESIDE_PROFILE)
+    chosen = [n for n in _RECIPE_SETTINGS if policy.sources.get(n, "default") not in unchosen]
+    if policy.rules:
+        chosen.append("layers")
+    is_plain = profile.dense == profile.experts == UNQUANTIZED
+    if not chosen or (is_plain and {r.name for r in policy.all_recipes} == {"bf16"}):
+        return []
+    return [f"{', '.join(chosen)} of the policy: the profile says what is quantised; leave it out"]
 
 
 def _missing_faults(profile: Profile) -> list[str]:

@@ -9,6 +9,7 @@ from functools import partial
 from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_nvfp4.deterministic.profiles import BESIDE_PROFILE
 from megatron_nvfp4.modules.norm import NORMALIZATIONS
 from megatron_nvfp4.modules.params import QLinearParams, require_backend, shape_faults
 from megatron_nvfp4.recipes import Policy, get_recipe, resolve
@@ -17,7 +18,6 @@ from megatron_nvfp4.recipes.policy import MOE_DATAFLOWS, layer_number_of
 from .moe_support import unfused_reasons
 
 IMPL = "minite"
-BESIDE_PROFILE = "the deterministic profile"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

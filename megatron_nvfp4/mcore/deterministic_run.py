@@ -23,12 +23,17 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_nvfp4.deterministic.model import Model
 from megatron_nvfp4.deterministic.ops.attention import PackedBatch
-from megatron_nvfp4.deterministic.ops.linear import UNQUANTIZED
-from megatron_nvfp4.deterministic.profiles import PROFILES, Profile, SamplerRanks, require
+from megatron_nvfp4.deterministic.profiles import (
+    PROFILES,
+    Profile,
+    SamplerRanks,
+    recipe_faults,
+    require,
+)
 from megatron_nvfp4.recipes import Policy
 
 from . import cpu_device
-from .arguments import BESIDE_PROFILE, vocab_size_of
+from .arguments import vocab_size_of
 from .deterministic_forward import build, config_faults, require_model, run_facts
 from .layer_numerics import MegatronLinear
 
@@ -46,8 +51,6 @@ NEEDED_ARGUMENTS = (
     ("use_megatron_fsdp", (False,), "the forward reads whole parameters, drop it"),
     ("use_torch_fsdp2", (False,), "the forward reads whole parameters, drop it"),
 )
-# Settings of a policy that say what is quantised, beside its rules.
-_RECIPE_SETTINGS = ("recipe", "shared_experts", "last_layers_bf16", "disable_backward_quant")
 _SIGNATURE = inspect.signature(GPTModel.forward)
 _READ = {"self", "input_ids", "labels", "packed_seq_params", "runtime_gather_output"}
 # Rows are causal by position, masks weigh losses outside, or the router's own.
@@ -101,7 +104,7 @@ def require_config(policy: Policy, config: TransformerConfig, given: Mapping[str
         if value is not None and value not in computed:
             reasons.append(f"{name}={value}: {remedy}")
     if policy.deterministic in PROFILES:
-        reasons += _recipe_faults(policy, PROFILES[policy.deterministic])
+        reasons += recipe_faults(policy, PROFILES[policy.deterministic])
     try:
         sampler = SamplerRanks.parse(policy.deterministic_sampler)
     except ValueError as error:
@@ -109,18 +112,6 @@ def require_config(policy: Policy, config: TransformerConfig, given: Mapping[str
         reasons.append(str(error))
     facts = run_facts(config, policy.deterministic_attention, sampler, device)
     require(policy.deterministic, facts, reasons)
-
-
-def _recipe_faults(policy: Policy, profile: Profile) -> list[str]:
-    """Settings of the policy that say something else than the profile about what is quantised."""
-    unchosen = ("default", BESIDE_PROFILE)
-    chosen = [n for n in _RECIPE_SETTINGS if policy.sources.get(n, "default") not in unchosen]
-    if policy.rules:
-        chosen.append("layers")
-    is_plain = profile.dense == profile.experts == UNQUANTIZED
-    if not chosen or (is_plain and {r.name for r in policy.all_recipes} == {"bf16"}):
-        return []
-    return [f"{', '.join(chosen)} of the policy: the profile says what is quantised; leave it out"]
 
 
 def install() -> None:
