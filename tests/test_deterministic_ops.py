@@ -433,7 +433,7 @@ def test_a_step_leaves_the_process_as_it_was():
     model.logprobs([[1]], [[2, 3]])[0].sum().backward()
     with pytest.raises(ValueError, match="response 0 is empty"):
         model.logprobs([[1]], [[]])
-    with pytest.raises(ValueError, match="no sequences; give at least one prompt"):
+    with pytest.raises(ValueError, match="0 prompts and 0 responses"):
         model.logprobs([], [])
     assert _process_state() == before
 

@@ -15,7 +15,8 @@ def compare(
 ) -> int:
     """Print the first difference of two dumps; 0 where there is none, else 1.
 
-    left, right: a capture (--minite-capture), SGLang's tensor dump, or a file of deterministic.capture.
+    left, right: a capture (--minite-capture), SGLang's tensor dump, or a file of deterministic.capture,
+    which is compared with another such file or with SGLang's dump.
     html, json_file: also written there. common: what one side lacks, or cannot be compared, is no
     difference. replay: also run captured inputs through captured weights.
     ValueError where they are no dumps or have nothing in common, FileNotFoundError where one is missing.
@@ -23,14 +24,14 @@ def compare(
     from megatron_nvfp4.diagnostics import compare_replay, compare_report
     from megatron_nvfp4.diagnostics.compare import compare_sides
     from megatron_nvfp4.diagnostics.compare_html import page
-    from megatron_nvfp4.diagnostics.compare_sides import read_side
+    from megatron_nvfp4.diagnostics.compare_sides import read_sides
 
     from .whole_file import check_outputs, write_whole
 
     outputs = {"--html": html, "--json": json_file}
     inputs = [file for side in (left, right) for file in (Path(side), *Path(side).rglob("*"))]
     check_outputs({name: path and Path(path) for name, path in outputs.items()}, inputs)
-    comparison = compare_sides(*(read_side(path, _megatron_name) for path in (left, right)))
+    comparison = compare_sides(*read_sides(left, right, _megatron_name))
     replays, reasons = compare_replay.replay(comparison, _product) if replay else ([], {})
     for line in compare_report.text(comparison, replays, reasons, common):
         print(line)

@@ -295,6 +295,8 @@ class Model:
                 f"hidden: tokens {tuple(tokens.shape)} do not fit the batch; give ({batch.num_rows},)"
             )
         eps = self.config["rms_norm_eps"]
+        record("tokens", tokens)
+        record("positions", batch.positions)
         residual = record("embedding", _widened(self._embed(tokens), self.profile.residual))
         h = self._norm(residual, self.layers[0].input_norm).to(torch.bfloat16)
         for number, layer in enumerate(self.layers):
@@ -338,7 +340,7 @@ class Model:
         if not responses or len(prompts) != len(responses):
             raise ValueError(
                 f"logprobs: {len(prompts)} prompts and {len(responses)} responses; give as many of each, and "
-                "at least one"
+                "at least one pair"
             )
         for number, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
             if not response:

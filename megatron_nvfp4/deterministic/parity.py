@@ -61,8 +61,9 @@ def check_parity(
     raise ParityError(
         f"parity: sequence {sequence}, token {token} (id {int(tokens[sequence, token])}): sampler "
         f"{other!r}, learner {mine!r}, {ulp_distance(other, mine)} ulp apart; {num_unequal} of "
-        f"{num_checked} tokens differ, by up to {largest:.3g}. Dump both sides "
-        "(deterministic.capture) and run: python -m megatron_nvfp4 compare A B",
+        f"{num_checked} tokens differ, by up to {largest:.3g}. Capture the "
+        "learner (deterministic.capture), let the sampler dump (docs/deterministic.md), and run: "
+        "python -m megatron_nvfp4 compare LEARNER SAMPLER --common",
         sequence,
         token,
         num_unequal,

@@ -68,7 +68,8 @@ class Key:
 
 @dataclass
 class Side:
-    """Quantities in the order of execution. kind: capture, sglang or ordered.
+    """Quantities in the order of execution. kind: capture, sglang, ordered, or learner, which is a file of
+    named outputs beside SGLang's dump.
 
     model: sizes by which columns of fused projections are told apart, where they are known.
     """
@@ -84,25 +85,52 @@ class Side:
         self.quantities.setdefault(key, []).append(piece)
 
 
+def read_sides(
+    left: str | Path, right: str | Path, rename: Callable[[str], str | None]
+) -> tuple[Side, Side]:
+    """Both sides as read_side has them, but a file of named outputs beside SGLang's dump by SGLang's modules
+    and by tokens."""
+    from .dump_learner import read_learner, read_sampler
+
+    paths = [Path(left), Path(right)]
+    passes = [_passes_of_sglang(path) for path in paths]
+    is_learner = [path.is_file() and not found for path, found in zip(paths, passes, strict=True)]
+    for one, other in ((0, 1), (1, 0)):
+        if is_learner[one] and passes[other]:
+            learner = read_learner(paths[one], rename)
+            sampler = read_sampler(paths[other], passes[other], rename, learner)
+            return (sampler, learner) if one else (learner, sampler)
+    return read_side(left, rename), read_side(right, rename)
+
+
 def read_side(path: str | Path, rename: Callable[[str], str | None]) -> Side:
     """What stands at `path`; ValueError for anything else, FileNotFoundError for nothing.
 
     rename: model-wide name of a module of SGLang, None for one that has none.
     """
-    from .dump_sglang import read_sglang, sglang_passes
+    from .dump_sglang import read_sglang
 
     path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: there is no such file or folder")
+    passes = _passes_of_sglang(path)
+    if passes:
+        return read_sglang(path, passes, rename)
     if path.is_dir():
-        passes = sglang_passes(path)
-        return read_sglang(path, passes, rename) if passes else _read_capture(path)
-    if path.suffix == ".pt":
-        return read_sglang(path, [path], rename)
+        return _read_capture(path)
     side = Side(str(path), "ordered")
     for order, (name, tensor) in enumerate(load_ordered(path).items()):
         side.add(Key(name, ""), _whole(tensor, order))
     return side
+
+
+def _passes_of_sglang(path: Path) -> list[Path]:
+    """Files of passes at `path`, none for a capture or named outputs; FileNotFoundError for nothing."""
+    from .dump_sglang import sglang_passes
+
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: there is no such file or folder")
+    if path.is_dir():
+        return sglang_passes(path)
+    return [path] if path.suffix == ".pt" else []
 
 
 def _whole(tensor: Tensor, order: int) -> Piece:

@@ -10,7 +10,7 @@ and a chunk size above the prompt). One rank: of several the files hold shards w
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from .align import Batch
 from .compare_sides import Key, Piece, Side
 
 _FOLDER = re.compile(r"TP(\d+)_PP(\d+)_Rank(\d+)_pid\d+")
-_BATCH = "model.forward_batch_info."
+BATCH_INFO = "model.forward_batch_info."
 _TOPK = re.compile(r"(model\.layers\.\d+\.mlp)\.topk")
 
 
@@ -40,16 +40,14 @@ def sglang_passes(path: Path) -> list[Path]:
 def read_sglang(path: Path, passes: list[Path], rename: Callable[[str], str | None]) -> Side:
     """The passes as microbatches. rename: as compare_sides.read_side."""
     side = Side(str(path), "sglang")
-    found = _FOLDER.fullmatch(passes[0].parent.name)
-    if found and (int(found[1]) or int(found[2])):
-        raise ValueError(f"{path}: rank TP{found[1]} PP{found[2]}; dump a run on one rank")
+    require_first_rank(path, passes)
     order, skipped = 0, 0
     for file in passes:
-        tensors = _load(file)
-        ids, positions = (tensors.get(_BATCH + name) for name in ("input_ids", "positions"))
+        tensors = load_pass(file)
+        ids, positions = (tensors.get(BATCH_INFO + name) for name in ("input_ids", "positions"))
         number = len(side.batches)
         if not isinstance(ids, Tensor) or not isinstance(positions, Tensor):
-            raise ValueError(f"{file}: no pass of SGLang's: {_BATCH}input_ids is missing")
+            raise ValueError(f"{file}: no pass of SGLang's: {BATCH_INFO}input_ids is missing")
         if (
             ids.numel() != positions.numel()
             or ids.is_floating_point()
@@ -77,7 +75,15 @@ def read_sglang(path: Path, passes: list[Path], rename: Callable[[str], str | No
     return side
 
 
-def _load(file: Path) -> dict[str, Any]:
+def require_first_rank(path: Path, passes: Sequence[Path]) -> None:
+    """ValueError for passes of another rank than the first, whose outputs are shards."""
+    found = _FOLDER.fullmatch(passes[0].parent.name)
+    if found and (int(found[1]) or int(found[2])):
+        raise ValueError(f"{path}: rank TP{found[1]} PP{found[2]}; dump a run on one rank")
+
+
+def load_pass(file: Path) -> dict[str, Any]:
+    """Outputs of one pass, by module; ValueError for a damaged file and for another's."""
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle fails in as many ways as there are opcodes
@@ -93,19 +99,29 @@ def _quantities(file: Path, name: str, value: Any, rename) -> list[tuple[Key, Te
     """What of a module's output has a counterpart here."""
     layer = _TOPK.fullmatch(name)
     if layer and isinstance(value, list) and len(value) >= 2:
-        shapes = [each.shape if isinstance(each, Tensor) else None for each in value[:2]]
-        if shapes[0] != shapes[1] or shapes[0] is None or len(shapes[0]) != 2:
-            raise ValueError(f"{file}: {name} holds no weights and ids (T, top_k); dump it again")
-        weights, ids = value[0].float(), value[1].long()
-        ids, order = ids.sort(dim=1)
+        weights, ids = choices(file, name, value)
         router = rename(f"{layer[1]}.gate")
-        weights = weights.gather(1, order)
         return [(Key(router, "routing.ids"), ids), (Key(router, "routing.weights"), weights)]
     module = None if name.endswith(".gate") else rename(name)  # logits; a router's output is not
     first = value[0] if isinstance(value, list) and value else value
     if module is None or not isinstance(first, Tensor) or first.dim() < 2:
         return []
     return [(Key(module, "output"), first)]
+
+
+def choices(file: Path, name: str, value: Any) -> tuple[Tensor, Tensor]:
+    """Weights FP32 and experts int64 (T, top_k) of a router, experts ascending; ValueError for none."""
+    pair = value[:2] if isinstance(value, list) else []
+    shapes = {each.shape if isinstance(each, Tensor) else None for each in pair}
+    if len(pair) != 2 or len(shapes) != 1 or None in shapes or pair[0].dim() != 2:
+        raise ValueError(f"{file}: {name} holds no weights and ids (T, top_k); dump it again")
+    return ascending(*pair)
+
+
+def ascending(weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """A token's choices (T, top_k) in the order of their experts, as FP32 and int64."""
+    ids, order = ids.long().sort(dim=1)
+    return weights.float().gather(1, order), ids
 
 
 def _piece(tensor: Tensor, number: int, order: int) -> Piece:
