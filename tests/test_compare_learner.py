@@ -126,7 +126,7 @@ class Engine:
         info = {
             "input_ids": self.outputs["tokens"][rows],
             "positions": self.outputs["positions"][rows],
-            "seq_lens": torch.tensor([stop for _, _, stop in parts]),
+            "seq_lens": torch.tensor([stop for _, _, stop in parts], dtype=torch.int64),
         }
         last = self.outputs["norm"][rows]
         tensors = {
@@ -453,7 +453,7 @@ def test_a_capture_says_what_its_rows_are(captures, tmp_path, capsys):
     assert "no sequences from position 0 on" in said(
         outputs | {"positions": outputs["positions"] + 1}
     )
-    wrong = "layers.0.qkv has 2 rows of"
+    wrong = "layers.0.qkv is torch.bfloat16 (2, 768) of 17 tokens"
     assert wrong in said(outputs | {"layers.0.qkv": outputs["layers.0.qkv"][:2]})
     ranks = said(_captured("dense", sampler="tp2"))
     assert "layers.0.rank0.qkv is the share of one of a sampler's ranks" in ranks

@@ -167,6 +167,15 @@ def test_sequences_of_unequal_length_are_compared_as_they_come():
         ValueError, match=r"sampler_logprobs are \[\(3,\)\], of tokens \[\(3,\), \(1,\)\]"
     ):
         parity.check_parity(tokens, sampler[:1], learner)
+    rounded = [learner[0].detach(), learner[1].detach().bfloat16()]
+    with pytest.raises(ValueError, match=r"learner_logprobs are torch.bfloat16 and torch.float32"):
+        parity.check_parity(tokens, sampler, rounded)
+    parity.check_parity(tokens, learner, learner, [[True, False, True], [False]])
+    parity.check_parity([[], [8]], [[], [-3.0]], [[], [-3.0]], [[], [True]])
+    with pytest.raises(ValueError, match=r"a sequence of sampler_logprobs holds .*; give numbers"):
+        parity.check_parity([[8]], [[(-3.0, 8, None)]], [[-3.0]])
+    with pytest.raises(ValueError, match="tokens are no sequences"):
+        parity.check_parity([], [], [])
 
 
 def test_nan_is_no_parity():

@@ -90,13 +90,33 @@ def test_other_commands_arguments_are_not_the_servers():
         f"export {ZEROS}; unset SGLANG_ENABLE_JIT_DEEPGEMM; {SERVER} {FLAGS}",
         f"export {ZEROS}\nenv -u SGLANG_ENABLE_JIT_DEEPGEMM {SERVER} {FLAGS}",
         f"export {ZEROS.split()[1]}\n{ZEROS} python warm.py --quick\n{SERVER} {FLAGS}",
+        f"export {ZEROS}\nenv -uSGLANG_ENABLE_JIT_DEEPGEMM {SERVER} {FLAGS}",
+        f"export {ZEROS}\nenv --unset=SGLANG_ENABLE_JIT_DEEPGEMM {SERVER} {FLAGS}",
+        f"export {ZEROS}\nenv -i {ZEROS.split()[1]} {SERVER} {FLAGS}",
+        f"export {ZEROS}\nsudo {ZEROS.split()[1]} {SERVER} {FLAGS}",
+        f"export {ZEROS}\n/usr/bin/docker run -e {ZEROS.split()[1]} img {SERVER} {FLAGS}",
     ],
 )
 def test_variables_that_the_server_does_not_get(text):
     # Prevents: "ok" for a variable that was unset, or set for another command alone.
     (fault,) = _faults(text)
     assert "SGLANG_ENABLE_JIT_DEEPGEMM is not set" in fault
-    assert "set SGLANG_ENABLE_JIT_DEEPGEMM=0" in fault
+    assert fault.endswith("SGLANG_ENABLE_JIT_DEEPGEMM=0")
+
+
+def test_commands_that_look_for_the_server_are_none():
+    # Prevents: a script refused because it ends the last server first.
+    assert _faults(f"pkill -9 -f sglang.launch_server\n{PRINTED}{SERVER} {FLAGS}") == []
+
+
+def test_ranks_that_are_not_the_policys(tmp_path, capsys):
+    # Prevents: "ok" for a sampler of two whose learner computes one.
+    sampler, policy = tmp_path / "s", tmp_path / "p.yaml"
+    sampler.write_text(f"\ufeff{PRINTED}{SERVER} {FLAGS} --tp-size 2", encoding="utf-8")
+    policy.write_text("deterministic: sglang_det_bf16\n")
+    argv = ["doctor", "--sampler", str(sampler), "--config", str(policy), "--sampler-ranks", "tp2"]
+    assert main(argv) == 1
+    assert "computes a sampler of tp1, not of tp2" in capsys.readouterr().out
 
 
 def test_a_variable_set_again_counts():
@@ -210,6 +230,22 @@ def test_the_prefix_of_slime_and_miles():
         (f"{PRINTED}{SERVER} {FLAGS} --tp-size ${{TP}}", "--tp-size=${TP} (variables are not"),
         (f'{PRINTED}{SERVER} {FLAGS} "${{MORE[@]}}"', "${MORE[@]} in the command line: variables"),
         (f"{PRINTED}{SERVER} {FLAGS} --trust-remote-code $MORE", "$MORE in the command line"),
+        (f"{PRINTED}{SERVER} {FLAGS} --enable-$MORE", "--enable-$MORE in the command line"),
+        (f"{PRINTED}{SERVER} {FLAGS} --{{a,b}}", "--{a,b} in the command line"),
+        (f"{PRINTED}{SERVER} {FLAGS} x${{MORE}}", "x${MORE} in the command line"),
+        (
+            f"export {ZEROS}\n# {SERVER} \\\nexport SGLANG_ENABLE_JIT_DEEPGEMM=1\n{SERVER} {FLAGS}",
+            "SGLANG_ENABLE_JIT_DEEPGEMM is '1' (line 3)",
+        ),
+        (
+            f"export {ZEROS}\nif x; then export SGLANG_ENABLE_JIT_DEEPGEMM=1; fi\n{SERVER} {FLAGS}",
+            "SGLANG_ENABLE_JIT_DEEPGEMM is '1' (line 2)",
+        ),
+        (
+            f"{PRINTED}A=(--sglang-enable-deterministic-inference --sglang-attention-backend triton)\n"
+            "A+=(--sglang-enable-torch-compile)",
+            "a compiler fuses operators",
+        ),
     ],
 )
 def test_a_fault_says_what_was_found_and_where(text, words):

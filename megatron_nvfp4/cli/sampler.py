@@ -20,7 +20,7 @@ def examine_sampler(
     it has. ValueError without a file (path None), for an unknown profile, one that has no operators here,
     ranks that are none or a file that holds no settings, OSError for a file that cannot be read.
     """
-    from megatron_nvfp4.deterministic.profiles import PROFILES
+    from megatron_nvfp4.deterministic.profiles import PROFILES, SamplerRanks
     from megatron_nvfp4.deterministic.sampler import SamplerSettings, sampler_faults
     from megatron_nvfp4.recipes import resolve
 
@@ -40,7 +40,7 @@ def examine_sampler(
         usable = ", ".join(p.name for p in PROFILES.values() if not p.missing)
         raise ValueError(f"doctor: profile {profile_name!r} cannot be run; use one of {usable}")
     try:
-        settings = SamplerSettings.parse(Path(path).read_text(encoding="utf-8"))
+        settings = SamplerSettings.parse(Path(path).read_text(encoding="utf-8-sig"))
     except ValueError as error:  # of the bytes too
         raise ValueError(f"doctor --sampler {path}: {error}") from error
     faults = sampler_faults(profile, settings, ranks)
@@ -48,6 +48,13 @@ def examine_sampler(
     if is_learners and policy.deterministic != profile_name:
         faults.append(
             f"the policy's learner computes {policy.deterministic}, not {profile_name}; give one of them"
+        )
+    if is_learners and SamplerRanks.parse(ranks) != SamplerRanks.parse(
+        policy.deterministic_sampler
+    ):
+        faults.append(
+            f"the policy's learner computes a sampler of {policy.deterministic_sampler}, not of {ranks}; "
+            "give one of them (deterministic_sampler)"
         )
     if is_learners and attention not in (None, policy.deterministic_attention):
         faults.append(

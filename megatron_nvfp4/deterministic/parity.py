@@ -70,11 +70,30 @@ def check_parity(
     )
 
 
+def _row(name: str, row: Tensor | Sequence, empty: torch.dtype) -> Tensor:
+    if not isinstance(row, Tensor) and not len(row):
+        return torch.empty(0, dtype=empty)
+    try:
+        return torch.as_tensor(row).detach().cpu()
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"check_parity: a sequence of {name} holds {row[:1]}; give numbers"
+        ) from error
+
+
 def _padded(given: Mapping[str, Tensor | Rows]) -> list[Tensor]:
     """Tensors (B, T) of sequences, and the mask, which leaves the padding out."""
+    empty = {"tokens": torch.int64, "mask": torch.bool}
     rows = {
-        name: [torch.as_tensor(row).detach().cpu() for row in each] for name, each in given.items()
+        name: [_row(name, row, empty.get(name, torch.float32)) for row in each]
+        for name, each in given.items()
     }
+    for name, each in rows.items():
+        if len(dtypes := sorted({str(row.dtype) for row in each})) != 1:
+            raise ValueError(
+                f"check_parity: {name} are {' and '.join(dtypes) or 'no sequences'}; give one dtype, FP32 "
+                "for log-probabilities"
+            )
     shapes = {name: [tuple(row.shape) for row in each] for name, each in rows.items()}
     wanted = shapes["tokens"]
     wrong = next((name for name, found in shapes.items() if found != wanted), None)

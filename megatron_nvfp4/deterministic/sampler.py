@@ -67,8 +67,10 @@ _PROMPT = re.compile(r"^\s*(?:\++|\$)\s+")  # of `set -x`, or of a shell
 _ARRAY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\+?=\((.*)")
 _OPERATORS = ";&|"
 # Words of a shell before NAME=VALUE.
-_DECLARING = ("export", "env", "declare", "-x")
-_CONTAINERS = frozenset({"docker", "podman"})
+_DECLARING = ("export", "env", "declare", "-x", "then", "do", "else", "{")
+# What starts a command without the shell's variables, but those named there.
+_APART = frozenset({"docker", "podman", "nerdctl", "kubectl", "ssh", "sudo", "-i"})
+_UNSET = re.compile(r"(?:-u|--unset=)(.+)")
 _BARE = ("enable_", "disable_", "skip_", "trust_")  # such flags take no value
 # slime and miles give SGLang's arguments with a prefix, and the number of ranks by another name.
 _PREFIX, _PREFIXED_TP_SIZE = "sglang_", "rollout_num_gpus_per_engine"
@@ -158,7 +160,8 @@ class _Command:
     @classmethod
     def of(cls, line: int, words: list[str]) -> "_Command":
         if array := _ARRAY.fullmatch(words[0]):
-            words = [array[1], *words[1:-1], words[-1].rstrip(")")] if words[1:] else []
+            words = [array[1], *words[1:]]
+            words[-1] = words[-1].rstrip(")")
             return cls(line, tuple(words), "array", arguments=_arguments(words)[0])
         words = [*dropwhile(_DECLARING.__contains__, words)]
         assigned = [*takewhile(_VARIABLE.fullmatch, words)]
@@ -170,14 +173,17 @@ class _Command:
         arguments, unexpanded = _arguments(words[start:])
         names = [re.sub(r"^(?:-e|--env=)", "", word) for word in head if server is not None]
         found = [match for word in (*assigned, *names) if (match := _VARIABLE.fullmatch(word))]
-        is_container = "run" in names and not _CONTAINERS.isdisjoint(names)
+        is_container = server is not None and any(n.rpartition("/")[2] in _APART for n in names)
         return cls(
             line=line,
             words=tuple(words),
             kind="launch" if server is not None else "other" if head else "flags",
             variables={match[1]: (match[2], line) for match in found},
             passed=tuple(names) if is_container else None,
-            dropped=tuple(name for option, name in pairwise(names) if option == "-u"),
+            dropped=(
+                *(name for option, name in pairwise(names) if option == "-u"),
+                *(unset[1] for name in names if (unset := _UNSET.fullmatch(name))),
+            ),
             arguments=arguments,
             unexpanded=unexpanded,
         )
@@ -201,7 +207,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
     start, joined = 1, ""
     for number, line in enumerate(text.splitlines(), 1):
         start, joined = (start if joined else number), joined + line
-        if joined.endswith("\\"):
+        if joined.endswith("\\") and not joined.lstrip().startswith("#"):
             joined = joined[:-1] + " "
             continue
         yield start, _PROMPT.sub("", joined)
@@ -248,14 +254,21 @@ def _arguments(words: Sequence[str]) -> tuple[tuple[tuple[str, str], ...], tuple
         if word.startswith("--"):
             flag, equals, value = word[2:].partition("=")
             name = flag.replace("-", "_")
-            if name:  # not the bare --
+            if set(name) & set("$`{"):
+                unexpanded.append(word)
+            elif name:  # not the bare --
                 found.append((name, value if equals else "true"))
-            is_bare = equals or not name or name.removeprefix(_PREFIX).startswith(_BARE)
+            is_bare = (
+                equals
+                or not name
+                or word in unexpanded
+                or name.removeprefix(_PREFIX).startswith(_BARE)
+            )
             takes_value = not is_bare
         elif takes_value:
             found[-1] = (found[-1][0], word)
             takes_value = False
-        elif word.startswith("$"):
+        elif set(word) & set("$`"):
             unexpanded.append(word)
     return tuple(found), tuple(unexpanded)
 
@@ -263,6 +276,8 @@ def _arguments(words: Sequence[str]) -> tuple[tuple[tuple[str, str], ...], tuple
 def _the_samplers(commands: list[_Command]) -> _Command:
     """The one that starts the server; ValueError where none does, or more than one."""
     launches = [command for command in commands if command.kind == "launch"]
+    # Others name the server too: pkill, grep.
+    launches = [command for command in launches if command.arguments] or launches
     given = [command for command in commands if command.arguments]
     if not launches:
         given = _without_prefix(given)
@@ -398,7 +413,8 @@ def _variable_faults(profile: Profile, settings: SamplerSettings) -> list[str]:
         return f"{name} is {value!r}{place}{_expansion(value)}"
 
     found = []
-    by = "; docker run hands over what -e names, give it -e" if settings.in_container else "; set"
+    apart = "; docker, ssh, sudo and env -i hand over what they name, such as -e"
+    by = apart if settings.in_container else "; set"
     for name in ZEROED:
         if name not in environment:
             found.append(f"{name} is not set: DeepGEMM's bits were not compared{by} {name}=0")

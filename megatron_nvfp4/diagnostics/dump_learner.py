@@ -14,6 +14,7 @@ layers share one rotary embedding, whose dump holds the last layer's: the learne
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,16 +94,17 @@ def read_learner(path: Path, rename: Rename) -> Side:
         )
     batch = _learner_batch(path, outputs)
     side, rows = Side(str(path), "learner", batches=[batch]), torch.arange(len(batch.ids))
-    for order, (name, tensor) in enumerate(_by_expert(outputs).items()):
+    for order, (name, tensor) in enumerate(_by_expert(path, outputs).items()):
         found = _record(name)
         if name in ("tokens", "positions"):
             continue
         if found is None:
             side.add(Key(name, ""), _piece(tensor, order, "actual", None))
             continue
-        if len(tensor) != len(rows):
+        if tensor.dim() < 2 or len(tensor) != len(rows) or tensor.is_complex():
             raise ValueError(
-                f"{path}: {name} has {len(tensor)} rows of {len(rows)} tokens; capture it again"
+                f"{path}: {name} is {tensor.dtype} {tuple(tensor.shape)} of {len(rows)} tokens; capture it "
+                "again"
             )
         prefix, output = found
         side.add(output.key(prefix, rename), _piece(tensor, order, "actual", rows))
@@ -115,7 +117,10 @@ def _learner_batch(path: Path, outputs: Mapping[str, Tensor]) -> Batch:
             f"{path}: holds no tokens and positions, by which its rows are paired with SGLang's; capture "
             "the forward of a deterministic Model again, with this version"
         )
-    batch = Batch(0, outputs["tokens"].long(), outputs["positions"].long())
+    parts = outputs["tokens"], outputs["positions"]
+    if any(each.is_floating_point() or each.is_complex() for each in parts):
+        raise ValueError(f"{path}: tokens and positions are no integers; capture the forward again")
+    batch = Batch(0, *(each.long() for each in parts))
     if batch.ids.dim() != 1 or batch.ids.shape != batch.positions.shape or not batch.prefixes():
         raise ValueError(
             f"{path}: tokens {tuple(batch.ids.shape)} at positions {tuple(batch.positions.shape)} are no "
@@ -133,13 +138,18 @@ def _record(name: str) -> tuple[str, _Output] | None:
     return output and (f"model.layers.{layer[1]}.", output)
 
 
-def _by_expert(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _by_expert(path: Path, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A token's choices with its experts ascending, as a capture has them."""
     result = dict(outputs)
     for name in outputs:
         weights = name.removesuffix("ids") + "weights"
         if name.endswith(".router_ids") and weights in outputs:
-            result[weights], result[name] = ascending(outputs[weights], outputs[name])
+            pair = outputs[weights], outputs[name]
+            if pair[0].dim() != 2 or pair[0].shape != pair[1].shape:
+                raise ValueError(
+                    f"{path}: {name} and {weights} are no (T, top_k); capture it again"
+                )
+            result[weights], result[name] = ascending(*pair)
     return result
 
 
@@ -182,13 +192,25 @@ def read_sampler(path: Path, passes: Sequence[Path], rename: Rename, learner: Si
             "--disable-radix-cache"
         )
     batch, first_rows = sequences.batch()
-    side.batches, side.notes = [batch], sequences.notes()
+    twofold = sequences.twofold()
+    side.batches, side.notes = [batch], [*sequences.notes(int(twofold.sum())), *_gaps(found)]
     for rows, kept in found:
         number, position = rows.unbind(1)
         places = torch.where(number < 0, -1, first_rows[number] + position)
+        places = torch.where(twofold[places.clamp_min(0)], -1, places)
         for key, at, tensor in kept:
             side.add(key, _piece(tensor, at, "hook", places))
     return side
+
+
+def _gaps(found: Sequence[tuple[Tensor, list[tuple[Key, int, Tensor]]]]) -> list[str]:
+    """Notes on what only some of the passes hold."""
+    counts = Counter(key for _, kept in found for key in {each[0] for each in kept})
+    return [
+        f"{key} is missing in {len(found) - count} of {len(found)} passes of SGLang's"
+        for key, count in counts.items()
+        if count < len(found)
+    ]
 
 
 _OF_BATCH = ("input_ids", "positions", "seq_lens")
@@ -196,7 +218,7 @@ _OF_BATCH = ("input_ids", "positions", "seq_lens")
 
 def _batch_info(file: Path, tensors: Mapping[str, Any], name: str) -> list[int]:
     value = tensors.get(BATCH_INFO + name)
-    if not isinstance(value, Tensor) or value.is_floating_point():
+    if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex():
         raise ValueError(
             f"{file}: no pass of SGLang's: {BATCH_INFO}{name} is no tensor of integers"
         )
@@ -217,11 +239,11 @@ def _quantities(
         if output.module != module[2]:
             continue
         tensor = value[output.index] if isinstance(value, list | tuple) and value else value
-        if not isinstance(tensor, Tensor) or tensor.dim() < 2:
-            continue
-        num_heads = len(tensor) // num_rows if output.is_by_head else 1
-        if len(tensor) != num_heads * num_rows:
-            continue
+        shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else ()
+        num_heads = shape[0] // num_rows if output.is_by_head and shape else 1
+        if len(shape) < 2 or shape[0] != num_heads * num_rows:
+            what = shape if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(f"{file}: {name} is {what} of {num_rows} rows; dump it again")
         if output.is_read_in_bf16 and tensor.dtype == torch.float32:
             tensor = tensor.to(torch.bfloat16)
         yield output.key(module[1], rename), tensor.reshape(num_rows, -1)
@@ -243,12 +265,14 @@ class _Sequence:
 class _Sequences:
     """All sequences of a dump, and which row of a pass is whose.
 
-    ids: of every sequence so far. running: those that may decode, in SGLang's order. last: of the latest
-    pass of prompts, which alone may be cut. num_unknown: rows that could not be told.
+    ids, decoded: of every sequence its tokens so far, and which of them were decoded. running: those that may
+    decode, in SGLang's order. last: of the latest pass of prompts, which alone may be cut. num_unknown:
+    rows that could not be told.
     """
 
     learner: Batch
     ids: list[list[int]] = field(default_factory=list)
+    decoded: list[list[bool]] = field(default_factory=list)
     running: list[_Sequence] = field(default_factory=list)
     last: _Sequence | None = None
     num_unknown: int = 0
@@ -262,10 +286,13 @@ class _Sequences:
 
     def add(self, ids: list[int], positions: list[int], lengths: list[int]) -> Tensor:
         """(number of the sequence, position) of every row of the next pass, (T, 2), -1 for an unknown one."""
+        if not ids:  # an idle pass, in which no sequence goes on or ends
+            return torch.full((len(positions), 2), -1)
         cuts = _cuts(positions, lengths) if len(ids) == len(positions) else []
         parts = [ids[at:stop] for at, stop in cuts]
         starts = [positions[at] for at, _ in cuts]
-        if any(start == 0 or len(part) > 1 for start, part in zip(starts, parts, strict=True)):
+        is_prompt = any(s == 0 or len(part) > 1 for s, part in zip(starts, parts, strict=True))
+        if is_prompt:
             owners = self._prompts(starts, parts)
             self.running = [each for each in self.running if each not in owners] + owners
             self.last = owners[-1]
@@ -275,7 +302,7 @@ class _Sequences:
         rows = torch.full((len(positions), 2), -1)
         rows[:, 1] = torch.tensor(positions, dtype=torch.int64)
         for owner, part, (at, stop) in zip(owners, parts, cuts, strict=True):
-            self._extend(owner, part)
+            self._extend(owner, part, not is_prompt)
             rows[at:stop, 0] = -1 if owner.number is None else owner.number
         self.num_unknown += int((rows[:, 0] < 0).sum())
         return rows
@@ -287,6 +314,7 @@ class _Sequences:
             if start == 0:
                 owners.append(_Sequence(len(self.ids), 0, 0))
                 self.ids.append([])
+                self.decoded.append([])
             elif not owners and self._is_cut(start, part[0]):
                 owners.append(self.last)
             else:
@@ -344,11 +372,12 @@ class _Sequences:
         same = all(self.ids[each.number] == self.ids[owners[0].number] for each in owners)
         return owners[0] if same else None
 
-    def _extend(self, owner: _Sequence, tokens: list[int]) -> None:
+    def _extend(self, owner: _Sequence, tokens: list[int], is_decoded: bool) -> None:
         owner.length += len(tokens)
         if owner.number is None:
             return
         self.ids[owner.number] += tokens
+        self.decoded[owner.number] += [is_decoded] * len(tokens)
         for token in tokens:
             owner.node = self.following.get(owner.node, {}).get(token)
 
@@ -359,13 +388,33 @@ class _Sequences:
         positions = torch.cat([torch.arange(len(ids)) for ids in self.ids])
         return Batch(0, ids, positions), lengths.cumsum(0) - lengths
 
-    def notes(self) -> list[str]:
-        if not self.num_unknown:
-            return []
-        return [
-            f"{self.num_unknown} rows of SGLang's whose sequence could not be told were left out; dump with "
-            "--disable-radix-cache, and fewer requests at once"
-        ]
+    def twofold(self) -> Tensor:
+        """Of every row whether its tokens so far are a prompt's in one place and decoded in another: the two
+        may have other bits, and the learner does not say which it computed.
+        """
+        nodes, kinds, paths = {}, {}, []
+        for ids, decoded in zip(self.ids, self.decoded, strict=True):
+            node, path = 0, []
+            for token, is_decoded in zip(ids, decoded, strict=True):
+                node = nodes.setdefault((node, token), len(nodes) + 1)
+                kinds.setdefault(node, set()).add(is_decoded)
+                path.append(node)
+            paths += path
+        return torch.tensor([len(kinds[node]) > 1 for node in paths], dtype=torch.bool)
+
+    def notes(self, num_twofold: int) -> list[str]:
+        found = []
+        if self.num_unknown:
+            found.append(
+                f"{self.num_unknown} rows of SGLang's whose sequence could not be told were left out; dump "
+                "with --disable-radix-cache, and fewer requests at once"
+            )
+        if num_twofold:
+            found.append(
+                f"{num_twofold} rows of SGLang's were left out: the same tokens were decoded and computed as "
+                "a prompt too; dump the turns of a conversation apart"
+            )
+        return found
 
 
 def _cuts(positions: list[int], lengths: list[int]) -> list[tuple[int, int]]:
@@ -373,7 +422,9 @@ def _cuts(positions: list[int], lengths: list[int]) -> list[tuple[int, int]]:
     cuts, at = [], 0
     for length in lengths:
         stop = at + length - positions[at] if at < len(positions) else at
-        if stop <= at or positions[at:stop] != list(range(positions[at], length)):
+        if not at < stop <= len(positions) or positions[at:stop] != list(
+            range(positions[at], length)
+        ):
             return []
         cuts.append((at, stop))
         at = stop
